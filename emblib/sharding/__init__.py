@@ -1,4 +1,4 @@
-"""Collections spread over the ranks of a process group."""
+"""Shard collections over the ranks of a process group: plans, sharded modules and pipelines."""
 
 from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8, CommPrecision
 from emblib.sharding.dense import DDP, FullyShard

@@ -100,14 +100,15 @@ def start_all_to_all(
             collective uses the process group. Without a header no rank waits for the others here.
 
     Raises:
-        RuntimeError: the compared headers differ; or two threads have had collectives over this
-            process group in flight in host memory at the same time, now or earlier.
+        RuntimeError: the compared headers differ; with one rank, the sizes differ; or two threads
+            have had collectives over this process group in flight in host memory at the same time,
+            now or earlier.
     """
     sent = sent.contiguous()
     if received is None:
         received = sent.new_empty(sum(received_sizes))
     if ranks.size == 1:
-        return CollectiveAwaitable(received.copy_(sent))
+        return _copied(sent, received)
     in_flight = enter_collective(ranks) if sent.device.type == "cpu" else None
     if in_flight is not None and has_header and content not in _CONTENTS_WITHOUT_HEADER:
         itemsize = sent.element_size()
@@ -152,7 +153,7 @@ def start_all_gather(
     sent = sent.contiguous()
     received = sent.new_empty(sum(sizes))
     if ranks.size == 1:
-        return CollectiveAwaitable(received.copy_(sent))
+        return _copied(sent, received)
     in_flight = enter_collective(ranks) if sent.device.type == "cpu" else None
     if in_flight is not None and has_header:
         itemsize = sent.element_size()
@@ -186,6 +187,15 @@ def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     in_flight = enter_collective(ranks) if values.device.type == "cpu" else None
     work = dist.all_reduce(values, dist.ReduceOp.MIN, group=ranks.group, async_op=True)
     return CollectiveAwaitable(values, work, in_flight=in_flight)
+
+
+def _copied(sent: Tensor, received: Tensor) -> CollectiveAwaitable:
+    """Copy the message of one rank to itself; raise RuntimeError if the sizes differ."""
+    if sent.numel() != received.numel():  # copy_ would repeat a message of one element
+        raise RuntimeError(
+            f"rank 0 sent {sent.numel()} elements where it expected {received.numel()} from itself"
+        )
+    return CollectiveAwaitable(received.copy_(sent))
 
 
 class _Works:

@@ -22,8 +22,8 @@ In shapes, B[r] is the number of examples of rank r, D the number of columns, an
 
 Arguments of a rank that do not fit together raise ValueError, and a dtype that is not
 floating-point raises TypeError. They raise on that rank alone, before it sends anything, and the
-other ranks wait for it. Sizes that differ from those of another rank raise RuntimeError on all
-ranks in host memory; on a GPU they are not compared.
+other ranks wait for it. Sizes to send and to receive that differ raise RuntimeError, on all ranks;
+of several ranks they are compared only in host memory, not on a GPU.
 """
 
 from __future__ import annotations

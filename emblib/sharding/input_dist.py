@@ -592,7 +592,7 @@ class InputDist(LayoutBuffers):
             ids: the received lengths and ids of all ranks, flat, in the order of ranks.
             weights: one weight per id, in the order of ranks; None without weights.
             counts: one count of uses per id, in the order of ranks; None without counts.
-            merges_rows: see `IncomingBatch`.
+            merges_rows: whether rows may return in one message, see `IncomingBatch`.
         """
         payload = ids.wait()
         lengths, segment_sizes = _split_lengths(payload, in_flight)

@@ -39,7 +39,7 @@ class _CommonEntry(IntEnum):
 
 
 class _State(IntEnum):
-    """Whether a rank has batches to send."""
+    """State of a rank: whether it has batches to send."""
 
     NO_BATCH = 0  # so all ranks stop
     BATCHES = 1

@@ -177,7 +177,7 @@ class LocalShard:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CollectionSettings:
     """The checked arguments of a sharded collection, equal on all ranks."""
 
     configs: tuple[Config, ...]
@@ -197,7 +197,7 @@ def agree_on_settings(
     optimizer: Optimizer | None,
     shared: SharedShards,
     kind: type[nn.Module],
-) -> Settings:
+) -> CollectionSettings:
     """Check the arguments of a sharded collection, and that they are equal on all ranks.
 
     All ranks call this. The arguments are those of `ShardedEmbeddingBagCollection`; `kind` is the
@@ -210,7 +210,7 @@ def agree_on_settings(
         RuntimeError: another rank raised one of these errors.
     """
 
-    def check() -> Settings:
+    def check() -> CollectionSettings:
         check_source(source, kind)
         check_shared_shards(source, shared)
         for handle in source.groups.handles:
@@ -219,11 +219,15 @@ def agree_on_settings(
         reduction = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)
         shardings = plan_from_configs(configs, plan, World(ranks.size, ranks.local_size))
-        return Settings(
-            configs, shardings, default, check_comm_precision(comm_precision), reduction
+        return CollectionSettings(
+            configs=configs,
+            plan=shardings,
+            optimizer=default,
+            comm_precision=check_comm_precision(comm_precision),
+            gradients=reduction,
         )
 
-    def describe(settings: Settings | None) -> fingerprint.Description:
+    def describe(settings: CollectionSettings | None) -> fingerprint.Description:
         if settings is None:
             return {}
         common = {
@@ -293,6 +297,7 @@ class ShardedTables(nn.Module):
         device = ranks.device
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
+        # Units are in the order in which `TableGroups` returns their rows.
         def arrange(slices: Sequence[TableSlice], slice_of_unit: Sequence[int]) -> list[int]:
             group_specs = group_slices(slices, slice_of_unit, optimizer, pooling, shared)
             return [unit for group_spec in group_specs for unit in group_spec.units]
@@ -301,6 +306,7 @@ class ShardedTables(nn.Module):
         seeds = common_seeds(map(TableSlice.whole, self.configs), source.groups, ranks)
         local_layout, replicated = layout.ranks[ranks.rank], layout.replicated
 
+        # A shard of a shared table is made by the first collection that reads it.
         def make_shared(table_slice: TableSlice) -> SharedTable:
             table = SharedTable(table_slice, device, seeds)
             copy_whole_tables(table.groups, source.groups, {})
@@ -343,6 +349,7 @@ class ShardedTables(nn.Module):
             self.replicated = ReplicatedTables(
                 layout, replicas, ranks, is_synchronised=is_synchronised
             )
+        # The final layout: `send_ids_to_replicas` has added units to it.
         self.layout, self._local_layout = layout, layout.ranks[ranks.rank]
         routing = block_routing(self.configs, layout)
         self._input_dist = InputDist(layout, routing, ranks, self.scale, pooled=pooled)

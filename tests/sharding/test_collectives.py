@@ -337,3 +337,7 @@ def test_wrong_use() -> None:
         collectives.alltoallv([rows.long()], [3], [[2]], ranks, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"of one D, got shapes \[\[3\]\]"):
         collectives.reduce_scatter_pooled([rows[:, 0]], ranks)
+    with pytest.raises(ValueError, match=r"must have 2 dimensions: got \[\]"):
+        collectives.all_gather_base_pooled(torch.tensor(1.0), ranks)
+    with pytest.raises(RuntimeError, match="sent 1 elements where it expected 5 from itself"):
+        collectives.alltoall_sequence(torch.ones(1, 1), [1], [5], ranks)

@@ -398,14 +398,14 @@ def _order(name: str) -> list[str]:
     batches = batches_of(0, (6,))
     bags, said = model.module.bags, []
     number = {batch.bags: i for i, batch in enumerate(batches)}
-    send, look_up = bags.inputs, bags.compute
+    send, look_up = bags.collection_requests, bags.compute
     prefetch = bags.prefetch
 
     def sending(kjt: Any) -> Any:
         said.append(f"send {number[kjt]}")
         return send(kjt)
 
-    bags.inputs = sending
+    bags.collection_requests = sending
     bags.compute = lambda r: (said.append("look up"), look_up(r))[1]
     bags.prefetch = lambda r: (said.append("prefetch"), prefetch(r))[1]
     list(_pipeline(name, model).run(batches))
