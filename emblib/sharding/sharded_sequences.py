@@ -149,9 +149,9 @@ class SequenceTables(ShardedTables):
                 for i in range(len(rank.all_units))
             ],
         }
-        # Int64 `[units of all ranks]`: first and number of the slices of a vector that each unit
-        # has; and 1 for units that return slices, 0 for units of replicated tables, the last of
-        # each rank.
+        # Int64 `[units of all ranks]`. A unit has the `count` slices of a vector from slice `first`
+        # on. `is_sharded` is 0 for units of replicated tables, the last of each rank, which return
+        # no slices, and else 1.
         self._slices = LayoutBuffers()
         for name, values in unit_buffers.items():
             tensor = torch.tensor(values, dtype=torch.int64, device="cpu")

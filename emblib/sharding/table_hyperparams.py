@@ -23,8 +23,6 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 from emblib.storage.base import TrainedModule, has_hyperparams
 
-_FLOAT64_BYTES = 8
-
 
 class TableHyperparams:
     """The hyperparameters of those tables of a collection that several ranks update.
@@ -99,20 +97,18 @@ class TableHyperparams:
         """
         if module.hyperparams.is_meta:
             return b""
-        numbers = module.hyperparams.numpy().tobytes()
-        optimizer = module.optimizer
+        numbers, optimizer = module.hyperparams.numpy(), module.optimizer
+        spans = [slice(None)]
         if not is_replica:
             has_count = isinstance(getattr(optimizer, "counter", None), Counter)
-            numbers = (
-                numbers[: Hyper.STEP * _FLOAT64_BYTES]
-                + numbers[Hyper.L2 * _FLOAT64_BYTES : Hyper.SEED * _FLOAT64_BYTES]
-                + numbers[
-                    Hyper.OPTIMIZER_ARGS * _FLOAT64_BYTES : len(numbers)
-                    - has_count * _FLOAT64_BYTES
-                ]
-            )
+            spans = [
+                slice(0, Hyper.STEP),
+                slice(Hyper.L2, Hyper.SEED),
+                slice(Hyper.OPTIMIZER_ARGS, len(numbers) - has_count),
+            ]
         # `hyperparams` lacks two fields of optimizers.
-        return numbers + f"{optimizer.max_gradient} {optimizer.maximize}".encode()
+        fields = f"{optimizer.max_gradient} {optimizer.maximize}".encode()
+        return b"".join([*(numbers[span].tobytes() for span in spans), fields])
 
     def description(self) -> fingerprint.Description:
         """Describe the current optimizers of the tables on this rank, for an error message."""
