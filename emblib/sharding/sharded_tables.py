@@ -294,7 +294,6 @@ class ShardedTables(nn.Module):
         self._bounds_check = source.bounds_check
         self._all_keyed = all(config.storage.is_keyed for config in configs)
         self._check_plan()
-        device = ranks.device
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
         # Units are in the order in which `TableGroups` returns their rows.
@@ -306,32 +305,10 @@ class ShardedTables(nn.Module):
         seeds = common_seeds(map(TableSlice.whole, self.configs), source.groups, ranks)
         local_layout, replicated = layout.ranks[ranks.rank], layout.replicated
 
-        # A shard of a shared table is made by the first collection that reads it.
-        def make_shared(table_slice: TableSlice) -> SharedTable:
-            table = SharedTable(table_slice, device, seeds)
-            copy_whole_tables(table.groups, source.groups, {})
-            return table
-
         def make_groups(
             shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
         ) -> TableGroups:
-            slices = slices_of(self.configs, self.plan, shards)
-            groups = TableGroups(
-                slices,
-                self._shards_of_units(shards),
-                pooling=pooling,
-                optimizer=optimizer,
-                device=device,
-                seeds=seeds,
-                shared={
-                    SliceKey.of(s): shared[s.config.name].shard_of(s, make_shared)
-                    for s in slices
-                    if s.config.name in shared
-                },
-            )
-            groups.set_bounds_check(source.bounds_check, self._features_of(shards))
-            copy_whole_tables(groups, source.groups, blocks)
-            return groups
+            return self._make_groups(source, shards, blocks, pooling, optimizer, seeds)
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
             groups = make_groups(local_layout.shards, self._key_blocks(local_layout.shards))
@@ -358,6 +335,41 @@ class ShardedTables(nn.Module):
         self.hyperparams = self._table_hyperparams()
 
     layout: CollectionLayout
+
+    def _make_groups(
+        self,
+        source: Any,
+        shards: Sequence[TableShard],
+        blocks: Mapping[str, tuple[int, int]],
+        pooling: Pooling,
+        optimizer: Optimizer | None,
+        seeds: Mapping[str, int],
+    ) -> TableGroups:
+        """Return the tables of some shards, filled from `source`; see `copy_whole_tables`."""
+
+        # A shard of a shared table is made by the first collection that reads it.
+        def make_shared(table_slice: TableSlice) -> SharedTable:
+            table = SharedTable(table_slice, self.ranks.device, seeds)
+            copy_whole_tables(table.groups, source.groups, {})
+            return table
+
+        slices = slices_of(self.configs, self.plan, shards)
+        groups = TableGroups(
+            slices,
+            self._shards_of_units(shards),
+            pooling=pooling,
+            optimizer=optimizer,
+            device=self.ranks.device,
+            seeds=seeds,
+            shared={
+                SliceKey.of(s): self.shared[s.config.name].shard_of(s, make_shared)
+                for s in slices
+                if s.config.name in self.shared
+            },
+        )
+        groups.set_bounds_check(source.bounds_check, self._features_of(shards))
+        copy_whole_tables(groups, source.groups, blocks)
+        return groups
 
     def _check_plan(self) -> None:
         names = {config.name for config in self.configs}
