@@ -325,7 +325,7 @@ class TableCollection(nn.Module):
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
         unshared_optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
         if unshared_optimizers:
-            self.check_replaced()
+            self.check_replaceable()
         # All memory is made before the first table changes.
         installs = [
             self._shared[name].prepare_optimizer(optimizer)
@@ -355,12 +355,12 @@ class TableCollection(nn.Module):
         groups.train(self.training)
         self._set_groups(groups)
 
-    def check_replaced(self) -> None:
+    def check_replaceable(self) -> None:
         """Raise ValueError if a table cannot move to a new module, see `set_optimizers`."""
         for config in self.configs:
             config.storage.check_copyable(config)
         for handle in self.groups.handles:
-            handle.check_replaced()
+            handle.check_replaceable()
 
     @without_gradients
     def read_shared(self, tables: Mapping[str, SharedTable]) -> None:

@@ -591,7 +591,7 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
             tables_by_collection.setdefault(id(collection), (collection, {}))[1][name] = table
     # Check all tables of each collection, because `read_shared` copies those that stay unshared.
     for collection, _ in tables_by_collection.values():
-        collection.check_replaced()
+        collection.check_replaceable()
     for name, table in shared_tables.items():
         first_collection = next(iter(duplicates[name].values()))
         table.adopt(first_collection.handles()[name])

@@ -64,6 +64,7 @@ from emblib.tables.batches import (
     check_tensor,
     flatten_equal_bags,
     lay_out_bags,
+    missing_offsets_error,
 )
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.recomputation import checkpointed_forward
@@ -295,8 +296,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 another dtype or number; checkpointing repeats the lookup after stored rows have
                 changed; or a CUDA graph captures a lookup that `TTCache.every` counts.
             TypeError: indices or offsets are not tensors, or `batch_sizes` are not ints.
-            ValueError: `batch_sizes` do not fit; 1-dimensional indices have no offsets;
-                2-dimensional indices have offsets, or weights of another shape.
+            ValueError: `batch_sizes` do not fit; indices that are not 2-dimensional have no
+                offsets; 2-dimensional indices have offsets, or weights of another shape.
         """
         check_tensor("indices", indices)
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
@@ -305,7 +306,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 indices, offsets, per_sample_weights
             )
         elif offsets is None:
-            raise ValueError("1-dimensional indices need offsets: where each bag begins")
+            raise missing_offsets_error(indices)
         elif not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         if num_padding := num_padding_ids(indices, offsets):  # which would be counted as an id

@@ -80,7 +80,8 @@ class Lookup(NamedTuple):
             none.
         default_rows: rows that `slots` refer to if there is no cache, not updated; else None.
         repaired: whether `check_bounds` returned `offsets`.
-        joint: `GradientSum` of a table that several lookups read; None updates at once.
+        joint: sum of the gradients of a table that several lookups read, a
+            `joint_step.GradientSum`; None updates the table in the backward of this lookup.
     """
 
     features: Tensor
@@ -121,9 +122,10 @@ _for_update = ContextVar("for_update", default=False)
 
 
 def for_update(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that makes the lookups of another one for their backward only.
+    """Return a function that calls another one, whose lookups are needed for their backward only.
 
-    `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled code.
+    There `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled
+    code.
     """
     return with_value(_for_update, True, function)
 
@@ -359,7 +361,7 @@ def _make_step(
         update()
         torch.autograd.graph.increment_version(tiers.weights)
         return
-    if may_move_rows(tiers.hyperparams, codes.OPTIMIZER[rule.name]):  # before any interrupt
+    if may_write_weights(tiers.hyperparams, codes.OPTIMIZER[rule.name]):  # before any interrupt
         torch.autograd.graph.increment_version(tiers.weights)
     count_step(step, step_increment, update)
 
@@ -711,8 +713,10 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
     return optimizer.leaves_gradient is None
 
 
-def may_move_rows(hyper: Tensor, optimizer_code: int) -> bool:
-    """Return whether an update may write weights: at rate 0 (`gradcheck`) only to bound norms.
+def may_write_weights(hyper: Tensor, optimizer_code: int) -> bool:
+    """Return whether an update may write weights; at rate 0 it does so only to bound norms.
+
+    So `gradcheck`, at rate 0, finds the weights unchanged.
 
     `hyper` is read only on the CPU; on other devices the result is True.
     """

@@ -468,13 +468,8 @@ class FusedTTLookup(torch.autograd.Function):
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
         computed, sample_weights, _ = _saved(ctx)
         trains, _, _, _, _, _, needs_sample_grad, _, _ = ctx.needs_input_grad
-        scale = overflow = sample_grad = is_finite = None
-        if trains or ctx.rule.max_gradient is not None:
-            scale = scale_of_backward()
-        if scale is not None:
-            grad, is_finite = unscaled_gradient = unscale(grad, scale)
-            overflow = unscaled_gradient.overflow()
-        grad = autograd.clip_gradient(grad, ctx.rule)
+        grad, scale, is_finite, overflow = _unscale_and_clip(grad, ctx.rule, trains=trains)
+        sample_grad = None
         if needs_sample_grad:
             sample_grad = _sample_weight_grad(grad, computed, batch)
             if scale is not None:
@@ -499,19 +494,43 @@ class FusedTTLookup(torch.autograd.Function):
         return overflow, None, None, None, None, None, sample_grad, None, None
 
 
+class _ClippedGradient(NamedTuple):
+    """The gradient of an output, divided by its scale and clipped.
+
+    Attributes:
+        grad: the gradient.
+        scale: scale by which a `GradScaler` multiplied it; None for none, and the next two too.
+        is_finite: whether the gradient is finite, on all ranks; a bool scalar.
+        overflow: gradient of the anchor, 0 or infinity.
+    """
+
+    grad: Tensor
+    scale: Tensor | None
+    is_finite: Tensor | None
+    overflow: Tensor | None
+
+
+def _unscale_and_clip(grad: Tensor, rule: autograd.UpdateRule, *, trains: bool) -> _ClippedGradient:
+    """Divide a gradient by its scale, and clip it.
+
+    A gradient that neither trains cores nor is clipped stays scaled, and its scale is not read.
+    """
+    scale = scale_of_backward() if trains or rule.max_gradient is not None else None
+    if scale is None:
+        return _ClippedGradient(autograd.clip_gradient(grad, rule), None, None, None)
+    unscaled = unscale(grad, scale)
+    clipped = autograd.clip_gradient(unscaled.gradient, rule)
+    return _ClippedGradient(clipped, scale, unscaled.is_finite, unscaled.overflow())
+
+
 def _fused_backward_chunked(
     ctx: Any, grad: Tensor, sample_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Apply one step with gradients summed over the chunks of a large batch."""
     trains, _, _, _, _, _, needs_sample_grad, _, _ = ctx.needs_input_grad
-    scale = overflow = is_finite = None
-    if trains or ctx.rule.max_gradient is not None:
-        scale = scale_of_backward()
-    if scale is not None:
-        grad, is_finite = unscaled_gradient = unscale(grad, scale)
-        overflow = unscaled_gradient.overflow()
+    grad, scale, is_finite, overflow = _unscale_and_clip(grad, ctx.rule, trains=trains)
     core_grads, sample_grad = chunk_gradients(
-        autograd.clip_gradient(grad, ctx.rule),
+        grad,
         ctx.cores,
         ctx.batch,
         sample_weights,

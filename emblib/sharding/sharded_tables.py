@@ -214,7 +214,7 @@ def agree_on_settings(
         check_source(source, kind)
         check_shared_shards(source, shared)
         for handle in source.groups.handles:
-            handle.check_replaced()
+            handle.check_replaceable()
         default = optimizer or source.optimizer
         reduction = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)

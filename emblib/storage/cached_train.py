@@ -103,7 +103,7 @@ def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
     return stored - cached
 
 
-def stored_rows(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
+def stored_rows_slice(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
     """Return the stored rows of a table as a slice of a dense table; initial values are zeros."""
     config: Any = table_slice.config
     spec = replace(
@@ -120,7 +120,7 @@ def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) ->
     cache, spec = _cache_of(table_slice), table_slice.spec
     (rows,) = cache.stored_rows_of([spec])
     storage = Dense(cache.placement, cache.row_cache([spec]))
-    sizes = storage.nbytes(stored_rows(table_slice, rows, storage), optimizer, device)
+    sizes = storage.nbytes(stored_rows_slice(table_slice, rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
     word_bytes = _WORD_BYTES * (rows + index.rows)  # the key of each row, and the row of each slot
     return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts, device))
@@ -290,7 +290,7 @@ def make_rows(
     specs = [table_slice.spec for table_slice in slices]
     row_cache = cache.row_cache(specs)
     row_slices = [
-        stored_rows(table_slice, rows, Dense(cache.placement, row_cache))
+        stored_rows_slice(table_slice, rows, Dense(cache.placement, row_cache))
         for table_slice, rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
     rows = DenseModule(
@@ -333,19 +333,18 @@ class CachedTTPlaceholder(nn.Module):
         return {}
 
 
-def views(module: Any) -> list[dict[str, Tensor]]:
+def table_views(module: Any) -> list[dict[str, Tensor]]:
     """Return per table the views of cores, stored rows (`cache.weight`) and optimizer states.
 
     The row cache on the device, if there is one, is flushed and emptied first.
     """
     module.rows.flush_and_empty()
-    views_of_rows = module.rows.table_views()
     return [
         {
             **core_views(module.trains, t),
-            **{f"cache.{name}": view for name, view in table_views.items()},
+            **{f"cache.{name}": view for name, view in row_views.items()},
         }
-        for t, table_views in enumerate(views_of_rows)
+        for t, row_views in enumerate(module.rows.table_views())
     ]
 
 
@@ -372,7 +371,7 @@ class CachedTTHandle(TTHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to table `index` of `module`, and register its cores and stored rows."""
-        self._attached = (module,)  # a tuple, so that the module is no child of this module
+        self._module_tuple = (module,)  # a tuple, so that the module is no child of this module
         super().attach(module.trains, index)
         if "cache" in self._modules:
             self.cache.attach(module, index)
@@ -382,9 +381,9 @@ class CachedTTHandle(TTHandle):
             self.counts = CountsHandle(module, index)
 
     @property
-    def _train(self) -> Any:
-        """Return the `CachedTTModule` of this table, or its placeholder on meta."""
-        return self._attached[0]
+    def _cached_module(self) -> Any:
+        """Return the `CachedTTModule` of this table; on meta its placeholder."""
+        return self._module_tuple[0]
 
     @property
     @shows_attribute_errors
@@ -394,7 +393,7 @@ class CachedTTHandle(TTHandle):
         Raises:
             RuntimeError: the table is on meta, where it has no cache.
         """
-        return as_cached_module(self._train)
+        return as_cached_module(self._cached_module)
 
     def set_owner(self, owner: nn.Module, name: str) -> None:
         """Become the handle of the table `name` of a collection."""
@@ -412,11 +411,11 @@ class CachedTTHandle(TTHandle):
 
     def fused_modules(self) -> list[Any]:
         """Return the module of the cores and the module of the stored rows."""
-        return [self.module, self._train.rows]
+        return [self.module, self._cached_module.rows]
 
     def views(self) -> dict[str, Tensor]:
         """Return cores, stored rows and optimizer states, as views."""
-        return views(self._train)[self.index]
+        return table_views(self._cached_module)[self.index]
 
     def dense_rows(self) -> Tensor:
         """Return all rows `[rows, dim]`; rows that are not stored are computed from the cores."""
@@ -463,7 +462,7 @@ class CachedTTHandle(TTHandle):
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
-        if has_cache(self._train) and has_cache(other._train):  # noqa: SLF001 - of the same class
+        if has_cache(self._cached_module) and has_cache(other._cached_module):  # noqa: SLF001 - of the same class
             target, source, index = self.bags, other.bags, other.index
             target.set_stored_ids(self.index, source.stored_ids(index))
             target.set_lookup_counts(
@@ -501,13 +500,13 @@ class StoredRowsHandle(DenseHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to the stored rows of table `index` of a module."""
-        self._attached = (module,)  # a tuple, as in `CachedTTHandle`
+        self._module_tuple = (module,)  # a tuple, as in `CachedTTHandle`
         super().attach(module.rows, index)
 
     @property
-    def _train(self) -> Any:
+    def _cached_module(self) -> Any:
         """Return the `CachedTTModule` of these rows, or its placeholder on meta."""
-        return self._attached[0]
+        return self._module_tuple[0]
 
     def adopt(self, other: DenseHandle) -> None:
         """Take over the other handle's parameter and, unless on meta, copy its values."""
@@ -518,16 +517,16 @@ class StoredRowsHandle(DenseHandle):
 
     def clear(self) -> None:
         """Remove all stored rows, losing their updates."""
-        if has_cache(self._train):
-            bags = self._train
+        if has_cache(self._cached_module):
+            bags = self._cached_module
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the stored rows in a state dict."""
         key = f"{prefix}keys"
-        if not has_cache(self._train):
+        if not has_cache(self._cached_module):
             return
-        bags: CachedTTModule = self._train
+        bags: CachedTTModule = self._cached_module
         tensors = self._tensors()
         if key in state_dict:
             keys = state_dict[key]
@@ -562,9 +561,9 @@ class StoredRowsHandle(DenseHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not has_cache(self._train):
+        if not has_cache(self._cached_module):
             return
-        bags: CachedTTModule = self._train
+        bags: CachedTTModule = self._cached_module
         destination[f"{prefix}keys"] = bags.stored_ids(self.index)
         for name, view in self._tensors().items():
             if name != "weight":
@@ -577,7 +576,9 @@ class StoredRowsHandle(DenseHandle):
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
-        if self._refuses_load_on_meta(state_dict, prefix, errors) or not has_cache(self._train):
+        if self._refuses_load_on_meta(state_dict, prefix, errors) or not has_cache(
+            self._cached_module
+        ):
             missing_keys.append(f"{prefix}keys")
             return
         names = self._entry_names()
@@ -590,7 +591,7 @@ class StoredRowsHandle(DenseHandle):
     @without_gradients
     def _write(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the stored rows by saved ones."""
-        bags: CachedTTModule = self._train
+        bags: CachedTTModule = self._cached_module
         ids = saved["keys"]
         bags.rows.flush_and_empty()
         with bags.rows.overwriting():

@@ -400,7 +400,7 @@ class ComposedModule(ComposedLookup):
 
     # Tables
 
-    def tables_of(self, index: int) -> dict[str, int]:
+    def table_by_parameter(self, index: int) -> dict[str, int]:
         """Return {parameter: index of its component in `dense`} of table `index`."""
         first_table = self._first_component[index]
         return {c.name: first_table + k for k, c in enumerate(self._components[index])}
@@ -420,7 +420,7 @@ class ComposedModule(ComposedLookup):
         return [
             {
                 parameter if name == "weight" else view_name(parameter, name): view
-                for parameter, number in self.tables_of(t).items()
+                for parameter, number in self.table_by_parameter(t).items()
                 for name, view in table_views[number].items()
             }
             for t in range(len(self._slices))

@@ -187,8 +187,8 @@ class ComposedLookup(nn.Module):
             sources, all_offsets = _move_padding_first(offsets, count, ids.numel())
             all_rows = take_or_fill(all_rows, sources, -1)
             scales = None if scales is None else take_or_fill(scales, sources, 0)
-        looked_up = self.components(all_rows, all_offsets, scales, batch_sizes=sizes)
-        return self._combine(looked_up, batch_sizes).to(self.output_dtype)
+        component_outputs = self.components(all_rows, all_offsets, scales, batch_sizes=sizes)
+        return self._combine(component_outputs, batch_sizes).to(self.output_dtype)
 
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -229,30 +229,43 @@ class ComposedLookup(nn.Module):
         position = torch.arange(ids.numel(), device=ids.device)
         return torch.bucketize(position, borders.long(), right=True)
 
-    def _combine(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Combine the looked-up blocks into one block of rows or bags.
+    def _combine(
+        self, component_outputs: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        """Combine the outputs of the components' lookup into one block of rows or bags.
 
-        `looked_up` is `[B, count * columns]`, `[count * L, dim]` without pooling, or flat with
-        `batch_sizes`, where `count` is the number of rows per id. The result has the same form for
-        a count of 1.
+        `component_outputs` is `[B, count * columns]`, `[count * L, dim]` without pooling, or flat
+        with `batch_sizes`, where `count` is the number of rows per id. The result has the same form
+        for a count of 1.
         """
         count = self._rows_per_id
         concatenates = self._combine_mode is Combine.CONCATENATE
         if count == 1:
-            return looked_up if self._widths == self._dims else self._widen(looked_up, batch_sizes)
+            return (
+                component_outputs
+                if self._widths == self._dims
+                else self._widen(component_outputs, batch_sizes)
+            )
         if self.pooling is Pooling.NONE:
-            blocks = looked_up.view(count, -1, looked_up.shape[1])
+            blocks = component_outputs.view(count, -1, component_outputs.shape[1])
             return blocks.transpose(0, 1).flatten(1) if concatenates else blocks.sum(0)
         if batch_sizes is None:
-            width = looked_up.shape[1] // count
-            blocks = looked_up.view(-1, count, width)
+            width = component_outputs.shape[1] // count
+            blocks = component_outputs.view(-1, count, width)
             return self._concatenate_columns(blocks.unbind(1)) if concatenates else blocks.sum(1)
+        return self._combine_ranks(component_outputs, batch_sizes)
+
+    def _combine_ranks(
+        self, component_outputs: Tensor, batch_sizes: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Combine the flat outputs of batches that differ in size, rank by rank; see `_combine`."""
+        count, concatenates = self._rows_per_id, self._combine_mode is Combine.CONCATENATE
         by_rank = list(zip(*batch_sizes, strict=True))
         sizes_by_rank = [
             [n * width for n, width in zip(bag_counts, self._widths, strict=True)]
             for bag_counts in by_rank
         ]
-        rank_outputs = looked_up.split([count * sum(sizes) for sizes in sizes_by_rank])
+        rank_outputs = component_outputs.split([count * sum(sizes) for sizes in sizes_by_rank])
         combined = []
         for rank_output, sizes in zip(rank_outputs, sizes_by_rank, strict=True):
             blocks = rank_output.view(count, -1)
@@ -271,21 +284,25 @@ class ComposedLookup(nn.Module):
             [columns for feature_columns in columns_by_feature for columns in feature_columns], 1
         )
 
-    def _widen(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+    def _widen(
+        self, component_outputs: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor:
         """Append zero columns to each feature, up to the dim of its table."""
         pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
         pad = nn.functional.pad
         if self.pooling is Pooling.NONE:
-            return pad(looked_up, (0, pad_widths[0]))
+            return pad(component_outputs, (0, pad_widths[0]))
         if batch_sizes is None:
-            blocks = looked_up.split(self._widths, 1)
+            blocks = component_outputs.split(self._widths, 1)
             padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
             return torch.cat(padded, 1)
         counts = [n for rank_sizes in zip(*batch_sizes, strict=True) for n in rank_sizes]
         block_widths, block_pads = (
             list(widths) * len(batch_sizes[0]) for widths in (self._widths, pad_widths)
         )
-        blocks = looked_up.split([n * width for n, width in zip(counts, block_widths, strict=True)])
+        blocks = component_outputs.split(
+            [n * width for n, width in zip(counts, block_widths, strict=True)]
+        )
         sizes = zip(blocks, block_widths, block_pads, strict=True)
         return torch.cat([pad(b.view(-1, width), (0, zeros)).view(-1) for b, width, zeros in sizes])
 
@@ -304,8 +321,10 @@ class ComposedLookup(nn.Module):
         sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
         updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
         look_up = autograd.with_values(self.components) if updates_only else self.components
-        looked_up = look_up(rows, all_offsets, None, batch_sizes=sizes).float()
-        first_rows, second_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
+        component_outputs = look_up(rows, all_offsets, None, batch_sizes=sizes).float()
+        first_rows, second_rows = component_outputs.view(
+            self._rows_per_id, -1, component_outputs.shape[1]
+        )
         products = (1.0 + first_rows) * second_rows
         if self.pooling is Pooling.NONE:
             if weights is not None:

@@ -324,7 +324,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         """Return the module of the dense tables: this one, in a `ComposedModule` its child."""
         return self
 
-    def tables_of(self, index: int) -> dict[str, int]:
+    def table_by_parameter(self, index: int) -> dict[str, int]:
         """Return {parameter: index of its table in this module} of a table of a collection."""
         return {"weight": index}
 
@@ -365,7 +365,7 @@ class DenseHandle(TableHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to table `index` of `module`, which has one or more parameters."""
-        self._tables: dict[str, int] = module.tables_of(index)
+        self._tables: dict[str, int] = module.table_by_parameter(index)
         super().attach(module.dense, next(iter(self._tables.values())))
 
     def bind(self) -> None:

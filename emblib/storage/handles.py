@@ -95,7 +95,7 @@ class TableHandle(nn.Module):
             parameters.refuse_replacement(name)
         super().__setattr__(name, value)
 
-    def check_replaced(self) -> None:
+    def check_replaceable(self) -> None:
         """Do nothing; a subclass raises ValueError if another module cannot replace the table's."""
 
     def before_read(self) -> None:
@@ -239,7 +239,7 @@ def is_marked_by_torch(parameter: nn.Parameter) -> bool:
 
 
 class TableHandles(nn.ModuleDict):
-    """Hold the handles of the tables of a collection by name; refuse to replace or remove one.
+    """The handles of the tables of a collection by name, which cannot be replaced or removed.
 
     Lookups do not call the handles, so another module in the place of one would have no effect on
     them, but state dicts would have its rows.

@@ -492,7 +492,7 @@ class HashHandle(TableHandle):
         if not self._is_placeholder:
             super().set_trained(parameter, trained=trained)
 
-    def check_replaced(self) -> None:
+    def check_replaceable(self) -> None:
         """Raise ValueError for a table in a memory budget.
 
         Callers are about to make a new module for the table, which would be in no budget.

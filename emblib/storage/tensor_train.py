@@ -315,7 +315,7 @@ class TensorTrain(Storage):
         Stored rows are `cache.weight`, and their states `cache.<state>`.
         """
         if self.cache is not None:
-            return cached_train.views(module)
+            return cached_train.table_views(module)
         return [core_views(module, t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:

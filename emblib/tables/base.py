@@ -132,7 +132,7 @@ class FusedTables(nn.Module):
         self.bounds_check = BoundsCheck(bounds_check)
         self.precision = precision
         self.output_dtype = precision.output
-        self.tables = (tables,) if isinstance(tables, self.spec_kind.type) else tuple(tables)
+        self.tables = self._as_tuple(tables)
         self.feature_tables = table_numbers(feature_tables, len(self.tables))
         self._check_tables()
         self.table_names = table_names([spec.name for spec in self.tables])
@@ -140,6 +140,18 @@ class FusedTables(nn.Module):
         self.output_dim = sum(self._dims)
         if self.pooling is Pooling.NONE:
             self.output_dim = max(self._dims, default=0)
+
+    def _as_tuple(self, tables: Any) -> tuple[Any, ...]:
+        """Return one spec, or a sequence of specs, as a tuple."""
+        kind = self.spec_kind
+        if isinstance(tables, kind.type):
+            return (tables,)
+        if not isinstance(tables, Iterable):
+            raise TypeError(
+                f"tables must be a list of {kind.type.__name__}, e.g. [{kind.example}], got "
+                f"{tables!r}"
+            )
+        return tuple(tables)
 
     def _check_tables(self) -> None:
         kind = self.spec_kind
@@ -297,6 +309,7 @@ class FusedTables(nn.Module):
             )
         lr = scheduled_rate(lr)
         check_learning_rate(lr)
+        lr = float(lr)  # of a tensor of one number, as of torch.optim
         # A kernel argument; `= lr` might copy from the host, and wait for the GPU.
         self.hyperparams[Hyper.LEARNING_RATE].fill_(lr)
         hyperparameters.notify_observers(self, lr)
@@ -329,8 +342,10 @@ class FusedTables(nn.Module):
         and device may differ. The host waits for a GPU that has it.
 
         Raises:
+            TypeError: `values` is not a tensor.
             ValueError: the optimizer cannot have the numbers; nothing is changed.
         """
+        batches.check_tensor("values", values)
         hyperparameters.set_saved_fields(self, values)
         self.hyperparams.copy_(values)
 

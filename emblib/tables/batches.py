@@ -7,9 +7,10 @@ batch size.
 `is_eager` tells whether an op may be called without torch's Python dispatch.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -88,6 +89,14 @@ def flatten_equal_bags(
     bag_offsets = torch.arange(bags + 1, device=indices.device) * length
     weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     return indices.reshape(-1), bag_offsets, weights
+
+
+def missing_offsets_error(indices: Tensor) -> ValueError:
+    """Return the error for indices without offsets that are not 2-dimensional."""
+    return ValueError(
+        "indices [L] need offsets, which say where each bag begins, and only indices [B, N] have "
+        f"none, got {tuple(indices.shape)}"
+    )
 
 
 def check_bounds(
@@ -258,7 +267,7 @@ def make_variable_layout(
         device: device of the layout.
 
     Raises:
-        TypeError: `batch_sizes` is not a list of lists, or a size is a float.
+        TypeError: `batch_sizes` is not a list of lists, or a size is not an int.
         ValueError: there is not one list per feature, the lists differ in length, a size is
             negative, or the sizes do not add up to `num_bags`.
     """
@@ -269,7 +278,7 @@ def make_variable_layout(
     sizes = [size for sizes_of_feature in batch_sizes for size in sizes_of_feature]
     num_bags_of_block = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     dim = torch.tensor(list(dims), dtype=torch.int64, device="cpu").unsqueeze(1)
-    shape = (len(dims), len(batch_sizes[0]) if batch_sizes else 0)
+    shape = (len(dims), len(batch_sizes[0]) if len(batch_sizes) else 0)
     elements = (num_bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as the output
     # First element of each block, [F, ranks].
     starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()
@@ -292,7 +301,8 @@ def _check_batch_sizes(
     batch_sizes: Sequence[Sequence[int]], num_features: int, num_bags: int
 ) -> None:
     """Raise the errors of `make_variable_layout`."""
-    if not all(hasattr(sizes, "__len__") for sizes in batch_sizes):
+    has_lists = hasattr(batch_sizes, "__len__") and all(hasattr(s, "__len__") for s in batch_sizes)
+    if not has_lists:
         raise TypeError(f"batch_sizes must be one list of ints per feature, got {batch_sizes}")
     if len(batch_sizes) != num_features:
         raise ValueError(
@@ -305,7 +315,10 @@ def _check_batch_sizes(
             f"{sorted(numbers_of_ranks)}"
         )
     sizes = [size for sizes_of_feature in batch_sizes for size in sizes_of_feature]
-    total = sum(sizes)
+    try:
+        total: Any = sum(sizes)
+    except TypeError:  # e.g. of strings
+        total = math.nan
     if not isinstance(total, int) and _is_floating_point(total):  # one float makes the sum one
         raise TypeError(f"batch_sizes must be ints, got {batch_sizes}")
     if any(size < 0 for size in sizes):

@@ -180,9 +180,9 @@ class BoundsReport:
     def add_check(self, module: Any, message: str) -> None:
         """Note that a check may have added to the module's `bounds_violations` on the device.
 
-        The check must be enqueued already; the host does not wait for it. `message` is a format of
-        the numbers of bad `indices` and `offsets`, and `where`; the last one is used for the
-        violations of all earlier checks.
+        The check must be enqueued already; the host does not wait for it. `message` is a format
+        string as in `batches.check_bounds`. A warning of several checks has the message of the last
+        one.
         """
         if self._pending_copy is None and self._num_checks % CHECKS_PER_COPY != 0:
             self._num_checks += 1
@@ -220,9 +220,9 @@ class BoundsReport:
             event.record()
         self._pending_copy = pinned, event
 
-    def _report(self, copied: Tensor) -> None:
-        """Warn about the violations that were counted since the last report."""
-        counts: Sequence[int] = copied.tolist()
+    def _report(self, violations: Tensor) -> None:
+        """Warn about the violations in the counts `[2]` that no earlier report had."""
+        counts: Sequence[int] = violations.tolist()
         self._pending_copy = None
         counts_before = self._reported_counts
         if any(

@@ -361,7 +361,7 @@ class DiskStore:
         rows = rows[self._is_journaled[rows] == 0].unique()
         for index, local_rows in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.change(*_locate_rows(tensor, local_rows))
+                sums.prepare_write(*_locate_rows(tensor, local_rows))
         with self._syncs.watch():
             for index, local_rows in self._by_block(rows):
                 self._journal.begin(self._epoch)
@@ -386,7 +386,7 @@ class DiskStore:
         numbers = [float(number) for number in numbers]
         with self._syncs.watch():
             self._renew_sums()
-            # First the journal: new rows on the disk without it could not be led back after a power
+            # First the journal: without it, new rows on the disk could not be undone after a power
             # failure.
             self._journal.sync()
             self._sync_files()

@@ -188,7 +188,7 @@ class Journal:
         journal_epoch, boot_id = self._header(memoryview(data))
         if journal_epoch > epoch:
             raise self._damage_error(
-                f"it leads back to commit {journal_epoch}, the tables are at {epoch}"
+                f"it restores commit {journal_epoch}, but the tables are at commit {epoch}"
             )
         if journal_epoch < epoch:
             return False
@@ -196,7 +196,7 @@ class Journal:
             self.may_miss_records = True
         records = list(self._records(memoryview(data)))
         if records:
-            self.sync()  # rows must not reach the disk before the records that lead back to them
+            self.sync()  # rows must not reach the disk before the records that restore them
         for record in records:
             for tensor, image in zip(record.block.tensors, record.images, strict=True):
                 tensor.index_copy_(0, record.rows, image)
@@ -245,7 +245,7 @@ class Journal:
         """Return the error for a damaged journal."""
         return JournalError(
             f"{self.path} is damaged: {defect}. The tables were written to since their last commit "
-            "and cannot be led back to it; delete the directory and start from a checkpoint"
+            "and cannot be restored to it; delete the directory and start from a checkpoint"
         )
 
 
@@ -280,7 +280,7 @@ def warn_of_restart(directory: Path) -> None:
     """Warn that the machine went down while tables were trained; they have been verified."""
     warnings.warn(
         f"emblib: the tables in {directory} were being trained when this machine, or another that "
-        "they were on, went down, or have lost their journal. They are led back to the last flush, "
-        "and every page of them has been verified; steps after that flush are lost",
+        "they were on, went down, or have lost their journal. They were restored to their last "
+        "flush, and every page of them has been verified; steps after that flush are lost",
         stacklevel=2,
     )

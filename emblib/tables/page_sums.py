@@ -74,7 +74,10 @@ def mentioning_restart(*, may_miss_records: bool) -> Iterator[None]:
 
 
 class PageSums:
-    """Checksums of one file: `verify` and `change` verify pages, commits renew their checksums.
+    """The checksums of the pages of one file.
+
+    `verify` and `prepare_write` compare pages with them. A commit replaces those of changed pages
+    (`outdated_sums`).
 
     Some methods take `rows`, int64 `[n]`, `row_bytes` and `first_byte`. Row r is `row_bytes` bytes
     from `first_byte + r * row_bytes` on, and -1 is no row. By default rows are pages. Methods that
@@ -192,7 +195,7 @@ class PageSums:
         """Verify no page any more; the next commit recomputes the checksums of all pages."""
         self.all_verified = self._all_changed = True
 
-    def change(self, rows: Tensor, row_bytes: int = PAGE_BYTES, first_byte: int = 0) -> None:
+    def prepare_write(self, rows: Tensor, row_bytes: int = PAGE_BYTES, first_byte: int = 0) -> None:
         """Note rows that are about to be written; verify the current content of their pages first.
 
         Raises:
@@ -210,7 +213,9 @@ class PageSums:
             ChecksumError: that page is not as the last commit left it.
         """
         if length > self.length:
-            self.change(torch.arange(self.length // PAGE_BYTES, num_pages(length), device="cpu"))
+            self.prepare_write(
+                torch.arange(self.length // PAGE_BYTES, num_pages(length), device="cpu")
+            )
 
     def outdated_sums(
         self, length: int, *, skip_holes: bool = False

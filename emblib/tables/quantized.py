@@ -363,14 +363,16 @@ class QuantizedEmbeddingBags(nn.Module):
     def write_rows(self, table: int | str, weights: Tensor, first_row: int = 0) -> None:
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
 
-        They are of any real dtype and on any device.
+        They are of any real dtype and on any device. If an error is raised, nothing is written.
 
         Raises:
-            KeyError, IndexError, TypeError: there is no such table, see `table_number`.
-            ValueError: the rows have another dim, are out of range or complex; or values are not
-                finite or exceed the range of float16, +-65504, unless the format is BF16 or FP32.
-                Nothing is written then.
+            KeyError, IndexError: there is no such table, see `table_number`.
+            TypeError: `weights` is not a tensor, or `table` is neither a number nor a name.
+            ValueError: the rows have another dim, are out of range, complex or sparse; or values
+                are not finite or exceed the range of float16, +-65504, unless the format is BF16 or
+                FP32.
         """
+        batches.check_tensor("weights", weights)
         table = self.table_number(table)
         location = self._locations[table]
         if weights.dim() != 2 or weights.size(1) != location.dim:
@@ -380,6 +382,8 @@ class QuantizedEmbeddingBags(nn.Module):
             )
         if weights.is_complex():
             raise ValueError(f"weights must be real, got {weights.dtype}")
+        if weights.layout is not torch.strided:
+            raise ValueError(f"weights must be dense, got {weights.layout}")
         end = first_row + weights.size(0)
         self._check_rows(table, first_row, end)
         weights = weights.detach()
@@ -781,8 +785,9 @@ class FloatTables(NamedTuple):
                 "for_inference each collection"
             )
         for name, tensor in sources_by_name.items():
-            if not isinstance(tensor, Tensor) or tensor.dim() != 2:
-                raise TypeError(f"table {name!r} must be a matrix [R, D], got {tensor!r}")
+            is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+            if not is_dense or tensor.dim() != 2:
+                raise TypeError(f"table {name!r} must be a dense matrix [R, D], got {tensor!r}")
         specs = [TableSpec(t.size(0), t.size(1), name) for name, t in sources_by_name.items()]
         tensors = list(sources_by_name.values())
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)

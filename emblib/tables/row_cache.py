@@ -381,7 +381,8 @@ class RowCache(nn.Module):
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, postponed_rows in zip_longest(passes, postponed):
             plan = partial(c_function(cache_ops.plan_), *self._plan_arguments(groups))
-            # The move asks for the plan's results, which runs the plan; `tee` keeps them for us.
+            # The move asks for the plan's results, which runs the plan. `tee` gives a second
+            # iterator over these results, which are returned below.
             results_to_move, results = tee(map(call, (plan,)))
             move = partial(
                 c_function(cache_ops.move_),

@@ -147,10 +147,12 @@ def update_in_one_op(tiers: autograd.Tiers, optimizer_code: int | None, *argumen
     """Call `tbe_backward_` with `arguments`, which are those after the code of the optimizer.
 
     `optimizer_code` must not be None. The versions of the weights increase unless the step can
-    change no row, see `autograd.may_move_rows`.
+    change no row, see `autograd.may_write_weights`.
     """
     assert optimizer_code is not None
-    if autograd.may_move_rows(tiers.hyperparams, optimizer_code):  # first, as interrupts may follow
+    if autograd.may_write_weights(
+        tiers.hyperparams, optimizer_code
+    ):  # first, as interrupts may follow
         torch.autograd.graph.increment_version(tiers.weights)
     _backward_(tiers.weights, tiers.states, tiers.hyperparams, optimizer_code, *arguments)
 

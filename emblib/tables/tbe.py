@@ -82,8 +82,8 @@ class TableBatchedEmbeddingBags(FusedTables):
     Raises:
         TypeError: an argument has another class.
         ValueError: a feature reads a missing table, table names are equal, dims differ where one is
-            needed, `device` does not have the placement of a table, or the optimizer excludes a
-            table.
+            needed, `pooling` or `bounds_check` is unknown, `device` does not have the placement of
+            a table, or the optimizer excludes a table.
         OSError: files of DISK tables cannot be opened; `DiskStore` lists more errors of these.
 
     Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; existing DISK tables start
@@ -494,6 +494,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return self._look_up(batch_id, batch_sizes, sample_weights)
 
     def _before_forward(self, tiers: autograd.Tiers) -> None:
+        """Run the periodic part of the optimizer, before the first forward of a step."""
         if self.hyperparams.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has a periodic part that counts forwards in "

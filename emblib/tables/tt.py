@@ -40,6 +40,7 @@ from emblib.tables.batches import (
     check_bounds,
     check_tensor,
     flatten_equal_bags,
+    missing_offsets_error,
 )
 from emblib.tables.tt_calls import ShortTTCalls
 from emblib.tables.tt_svd import decompose
@@ -112,8 +113,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     Raises:
         TypeError: an argument has another class.
         ValueError: there are no tables, a feature reads a missing table, table names are equal,
-            dims differ without pooling, the factors do not allow the ranks, `init` is unknown, or
-            the optimizer reads rows.
+            dims differ without pooling, the factors do not allow the ranks, `pooling`, `init` or
+            `bounds_check` is unknown, or the optimizer needs rows of dense tables.
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
@@ -724,8 +725,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
                 invalid, in mode FATAL; there are weights without pooling; or only some cores are
                 frozen.
-            ValueError: 1-dimensional indices have no offsets, or 2-dimensional ones have offsets or
-                weights of another shape.
+            ValueError: indices that are not 2-dimensional have no offsets, or 2-dimensional ones
+                have offsets or weights of another shape.
         """
         check_tensor("indices", indices)
         if indices.dim() == 2:
@@ -734,7 +735,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             )
             offsets = offsets if self.include_last_offset else offsets[:-1]
         elif offsets is None:
-            raise ValueError("1-dimensional indices need offsets: where each bag begins")
+            raise missing_offsets_error(indices)
         return super().forward(indices, offsets, per_sample_weights)
 
     def to_dense(self, table: int | str = 0) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from emblib.specs import TTSpec, check_count, check_float_dtype
+from emblib.tables.batches import check_tensor
 from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def decompose(
         dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
-        TypeError: a rank is not an integer.
+        TypeError: `weight` or `counts` is not a tensor, or a rank is not an integer.
         ValueError: none or several of the sizes are set; a size, `counts` or `spec` does not fit
             the table; a dtype is not supported; values or counts are not finite, or the cores
             exceed the range of `dtype`.
@@ -140,6 +141,11 @@ def _check_arguments(
     counts: Tensor | None,
 ) -> None:
     """Raise TypeError or ValueError for wrong arguments of `decompose`, except `dtype`."""
+    check_tensor("weight", weight)
+    if counts is not None:
+        check_tensor("counts", counts)
+    if ranks is not None and not isinstance(ranks, Sequence):
+        raise TypeError(f"ranks must be a list of ints, one per cut between cores, got {ranks!r}")
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         raise ValueError(
             f"weight must be a floating-point matrix [rows, dim], got {tuple(weight.shape)} of "

@@ -79,7 +79,7 @@ def step_of(case: Case, optimizer: optim.Optimizer, device: torch.device) -> Cal
 def operations(step: Callable[[], object]) -> Operations:
     """Return what a step runs."""
     # What asks for a value only where the value is at hand is not asked on a GPU.
-    with mock.patch.object(autograd, "may_move_rows", return_value=True), Operations() as seen:
+    with mock.patch.object(autograd, "may_write_weights", return_value=True), Operations() as seen:
         step()
     return seen
 

@@ -80,7 +80,7 @@ def test_the_end_of_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     before = with_journal(tmp_path)
     monkeypatch.setattr(journal, "boot_id_of_machine", lambda: b"another".ljust(36))
     with pytest.warns(
-        UserWarning, match="led back to the last flush, and every page of them has been verified"
+        UserWarning, match="restored to their last flush, and every page of them has been verified"
     ):
         store = open_store(tmp_path)
     assert same(store, before)
@@ -115,7 +115,7 @@ def test_a_header_of_an_earlier_start_without_records_is_not_the_end_of_it(
     os.truncate(tmp_path / "journal", 56)
     monkeypatch.setattr(journal, "boot_id_of_machine", lambda: b"another".ljust(36))
     store.close()
-    with pytest.warns(UserWarning, match="led back to the last flush"):
+    with pytest.warns(UserWarning, match="restored to their last flush"):
         store = open_store(tmp_path)  # no row had changed
     assert same(store, before)
     store.protect(torch.arange(10))

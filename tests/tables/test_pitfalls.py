@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from emblib import (
@@ -347,3 +347,46 @@ def test_sizes_may_be_numpy_ints() -> None:
 def test_wrong_choices_say_what_is_right(make: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def test_learning_rates_may_be_tensors_of_one_number() -> None:
+    module = small(optim.SGD(0.1))
+    for lr in (torch.tensor(0.5), torch.tensor([0.25])):
+        module.set_learning_rate(lr)
+        assert module.learning_rate == float(lr)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TableBatchedEmbeddingBags(None), "tables must be a list of TableSpec"),
+        (lambda: small(optim.SGD(0.1)).load_hyperparams([0.1]), "values must be a tensor"),
+        (
+            lambda: QuantizedEmbeddingBags([TableSpec(5, 4)]).write_rows(0, np.ones((5, 4))),
+            "weights must be a tensor, got ndarray",
+        ),
+        (
+            lambda: QuantizedEmbeddingBags.from_float(torch.ones(5, 4).to_sparse()),
+            "must be a dense matrix",
+        ),
+        (
+            lambda: TTEmbeddingBag.from_dense(nn.EmbeddingBag(5, 4), ranks=(2,)),
+            "weight must be a tensor, got EmbeddingBag",
+        ),
+        (lambda: TTEmbeddingBag.from_dense(torch.ones(5, 4), ranks=2), "ranks must be a list"),
+        (
+            lambda: TTEmbeddingBag.from_dense(torch.ones(5, 4), ranks=(2,), counts=[1] * 5),
+            "counts must be a tensor, got list",
+        ),
+        (lambda: small()(INDICES, OFFSETS, batch_sizes=2), "must be one list of ints per feature"),
+        (lambda: small()(INDICES, OFFSETS, batch_sizes=[["1"], ["2"]]), "must be ints"),
+    ],
+)
+def test_arguments_of_another_class_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_indices_of_three_dimensions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"need offsets.*got \(1, 1, 5\)"):
+        TTEmbeddingBag(TTSpec(5, 4, (2,)))(INDICES.view(1, 1, -1))

@@ -406,7 +406,8 @@ def test_variable_batch_with_weights_and_without_gradient(device: torch.device) 
     want.sum().backward()
     assert_close(scales.grad, wanted.grad)
     with torch.no_grad():
-        assert table(indices, offsets, batch_sizes=SIZES).shape == out.shape
+        for sizes in (SIZES, torch.tensor(SIZES), torch.tensor(SIZES).numpy()):
+            assert table(indices, offsets, batch_sizes=sizes).shape == out.shape
 
 
 def test_equal_variable_batches_are_a_fixed_one(device: torch.device) -> None:

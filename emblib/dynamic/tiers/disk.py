@@ -259,12 +259,12 @@ class RowFile:
         self._fetch(slots)
         self.change_heads(slots)
         _, value_sums = self.sums
-        value_sums.change(slots, self.row_bytes)
+        value_sums.prepare_write(slots, self.row_bytes)
 
     def change_heads(self, slots: Tensor) -> None:
         """Prepare for writing heads at slots, see `change`."""
         head_sums, _ = self.sums
-        head_sums.change(slots, self.heads.row_bytes)
+        head_sums.prepare_write(slots, self.heads.row_bytes)
 
     def check_lengths(self) -> None:
         """Raise RuntimeError if a file was cut off while it was open."""
