@@ -100,6 +100,26 @@ def test_steps_go_on_from_the_rows_of_a_host_store(eviction: Eviction, flushes: 
     assert min(int(rows.keys.min()) for rows in store.iterate(0)) >= 1000
 
 
+def test_a_host_store_of_other_rows_is_refused() -> None:
+    """Also where they take as many bytes, and no `flush` has noted what they are."""
+    store = HostRows(64)
+
+    def opened(optimizer: optim.Optimizer) -> DynamicEmbeddingBags:
+        backing = BackingStore(store)
+        return DynamicEmbeddingBags([DynamicSpec(32, 4, name="a")], optimizer, backing=backing)
+
+    first = opened(optim.Adagrad(0.1))
+    first(torch.arange(64), torch.tensor([0, 64]))
+    assert first.size(0) == 64  # which writes the overflow rows back
+    first.close()
+    with pytest.raises(ValueError, match=r"the store holds rows of \[\['adagrad'\]"):
+        opened(optim.LARS(0.1))
+    second = opened(optim.Adagrad(0.1))
+    second.clear()
+    second.close()
+    opened(optim.LARS(0.1)).close()  # an empty store fits all
+
+
 @pytest.mark.parametrize("kind", ["disk", "sqlite"])
 def test_a_store_is_let_go_of_with_its_module(kind: str, tmp_path: Path) -> None:
     module = DynamicEmbeddingBags(

@@ -98,6 +98,8 @@ class BackingTier:
         self._moves: RowMoves | None = None  # moves of the last step that may not be applied yet
         self._writes_behind = backing.write_behind
         self.reset_stats()
+        if isinstance(backing.store, HostRows):
+            self._adopt_rows(backing.store)
         if self.store.note:
             self._resume(json.loads(self.store.note))
         if not self.store.note or isinstance(backing.store, HostRows):
@@ -119,27 +121,40 @@ class BackingTier:
         assert fast is not None
         return fast
 
-    def _describe_rows(self) -> list[list[str]]:
+    def _row_format(self) -> list[list[str]]:
         """Return the optimizer, and name and dtype of each value in the bytes of a row."""
         layout = self.fast.layout
         values = zip(layout.buffer_names, layout.dtypes, strict=True)
         value_fields = [[name, str(dtype).removeprefix("torch.")] for name, dtype in values]
         return [[self.fast.optimizer_name], *value_fields]
 
+    def _check_row_format(self, row_format: list[list[str]]) -> None:
+        """Close the store and raise ValueError if its rows have another format than this module's.
+
+        `row_format` is a result of `_row_format`.
+        """
+        if row_format != self._row_format():
+            self.store.close()
+            raise ValueError(
+                f"the store holds rows of {row_format} (optimizer, then values and dtypes), this "
+                f"module has {self._row_format()}; name another store, and move the rows with "
+                "state_dict from a module that fits"
+            )
+
+    def _adopt_rows(self, store: HostRows) -> None:
+        """Check the format of the rows that a module has left in a `HostRows`; note the new one."""
+        if store.row_format is not None and any(map(self.store.size, range(len(self._row_bytes)))):
+            self._check_row_format(store.row_format)
+        store.row_format = self._row_format()
+
     def _resume(self, note: dict[str, Any]) -> None:
         """Restore what `flush` wrote into the store's note.
 
-        "planes" is the result of `_describe_rows`, "hyper" the hyperparameters, and "fallback" the
+        "planes" is the result of `_row_format`, "hyper" the hyperparameters, and "fallback" the
         fallback rows of each table in base64 (optional); `FastRows.clock_note` has the others.
         """
         fast = self.fast
-        if note["planes"] != self._describe_rows():
-            self.store.close()
-            raise ValueError(
-                f"the store holds rows of {note['planes']} (optimizer, then values and dtypes), "
-                f"this module has {self._describe_rows()}; name another store, and move the rows "
-                "with state_dict from a module that fits"
-            )
+        self._check_row_format(note["planes"])
         self._fast_rows.set_clocks(note)
         try:
             for table, text in enumerate(note.get("fallback", ())):
@@ -666,7 +681,7 @@ class BackingTier:
         self.write_back()
         fast, tables = self.fast, range(len(self._row_bytes))
         note = {
-            "planes": self._describe_rows(),
+            "planes": self._row_format(),
             "hyper": fast.hyperparams.tolist(),
             **self._fast_rows.clock_note(),
         }

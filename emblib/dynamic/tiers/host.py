@@ -48,6 +48,10 @@ class HostRows:
             capacities is empty, or the seed is negative.
         TypeError: a capacity or the seed is not an int.
 
+    Attributes:
+        row_format: optimizer of the rows, and name and dtype of each of their values, as the
+            module that opened the store last has noted it; None in a new store.
+
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
@@ -73,6 +77,7 @@ class HostRows:
                 "that only grow choose a larger capacity, or DiskRows or SqliteRows"
             )
         self.note = ""
+        self.row_format: list[list[str]] | None = None
         # By table, from `open` on.
         self._tables: list[StoredTable] = []
         self._indices: list[HashIndex] = []  # of the keys
