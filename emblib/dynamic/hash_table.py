@@ -612,37 +612,42 @@ class HashTable(SentAsCopy, nn.Module):
             and not key.startswith(f"{prefix}index.")  # those the index reports
         )
         if not absent_names:
-            keys, values, stamps, scores, tick = (state_dict[name] for name in names)
+            saved_rows = TableRows(*(state_dict[prefix + name] for name in TableRows._fields))
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
-            target = loading.TableTarget(
-                self.index,
-                0,
-                "the table",
-                {WEIGHT: self.values},
-                self._row_buffers(),
-                hash_key=None if hash_keys is None else int(hash_keys),
-            )
-            entries = Entries(
-                keys.cpu(),
-                stamps.cpu(),
-                scores.cpu() if self._has_scores else None,
-                {WEIGHT: values},
-            )
-
-            def replace() -> int:
-                self.clear()
-                loaded = loading.replace_unchecked(target, entries)
-                self.index.set_tick(int(tick))
-                return loaded.left_out
-
-            left_out = self._lock.complete(replace, lambda: True)
+            hash_key = None if hash_keys is None else int(hash_keys)
+            left_out = self._replace_content(saved_rows, int(state_dict[prefix + "tick"]), hash_key)
             if left_out:
                 name = f"hash table {prefix.rstrip('.')!r}" if prefix else "hash table"
                 warnings.warn(
-                    f"emblib: the {name} had no slot for {left_out} of the {len(entries)} keys "
-                    "that it was loaded with; these would have been evicted first",
+                    f"emblib: the {name} had no slot for {left_out} of the {len(saved_rows.keys)} "
+                    "keys that it was loaded with; these would have been evicted first",
                     stacklevel=caller_level(),
                 )
+
+    def _replace_content(self, saved_rows: TableRows, tick: int, hash_key: int | None) -> int:
+        """Replace all rows; return how many found no slot. None keeps the hash key."""
+        target = loading.TableTarget(
+            self.index,
+            0,
+            "the table",
+            {WEIGHT: self.values},
+            self._row_buffers(),
+            hash_key=hash_key,
+        )
+        entries = Entries(
+            saved_rows.keys.cpu(),
+            saved_rows.stamps.cpu(),
+            saved_rows.scores.cpu() if self._has_scores else None,
+            {WEIGHT: saved_rows.values},
+        )
+
+        def replace() -> int:
+            self.clear()
+            loaded = loading.replace_unchecked(target, entries)
+            self.index.set_tick(tick)
+            return loaded.left_out
+
+        return self._lock.complete(replace, lambda: True)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""

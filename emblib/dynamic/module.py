@@ -23,7 +23,7 @@ from emblib.dynamic.dynamic_tables import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.hash_index import check_device
 from emblib.dynamic.keys import as_keys, hash_keys_of
-from emblib.dynamic.rows import BatchReads, WeightGradient, check_capacity
+from emblib.dynamic.rows import BatchReads, TrainingUpdate, WeightGradient, check_capacity
 from emblib.dynamic.saving import checkpoint, table_dumps
 from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.dynamic.short_calls import KeyedCalls, look_up
@@ -452,11 +452,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        """Look up a checked batch: train, repeat a checkpointed forward, or change nothing.
-
-        A training lookup takes one of three ways to its backward: one op (`can_serve`), a fused
-        lookup with hooks, or a lookup that leaves gradients for an optimizer of torch.optim.
-        """
+        """Look up a checked batch: train, repeat a checkpointed forward, or change nothing."""
         if torch.compiler.is_exporting():
             return self._look_up_exported(keys, batch, sample_weights)
         calls = self._calls
@@ -478,8 +474,23 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         if is_replicated:
             training.check_replicas(self.state.index.tags, self.weights)
         update = training.insert_or_repeat(self.state, keys, counts, running)
+        return self._look_up_inserted(update, batch, sample_weights, calls)
+
+    def _look_up_inserted(
+        self,
+        update: TrainingUpdate,
+        batch: autograd.Lookup,
+        sample_weights: Tensor | None,
+        calls: KeyedCalls,
+    ) -> Tensor:
+        """Look up a batch whose keys are inserted, so that its backward runs `update`."""
         tiers, dtype = calls.tiers, self.output_dtype
-        if torch.is_grad_enabled() and calls.can_serve(batch, sample_weights):
+        # The first forward of a checkpointed region; its repetition has gradients enabled.
+        if not torch.is_grad_enabled():
+            batch = update.reads.applied_to(batch)
+            return autograd.lookup_no_grad(tiers.weights, batch, sample_weights, dtype)
+        # One op is the backward.
+        if calls.can_serve(batch, sample_weights):
             return look_up(
                 self.grad_anchor,
                 calls,
@@ -490,16 +501,16 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 batch.repaired,
             )
         batch = update.reads.applied_to(batch)
-        if not torch.is_grad_enabled():  # the repetition by checkpointing has gradients
-            return autograd.lookup_no_grad(tiers.weights, batch, sample_weights, dtype)
         update.has_weight_gradient = sample_weights is not None and sample_weights.requires_grad
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
+        # Backward leaves gradients on the weights, for an optimizer of torch.optim.
         if not self._updates_in_backward:
             self._unstepped.check([self.weights])
             return autograd.lookup(
                 self.weights, [self.weights], batch, self.optimizer, sample_weights, dtype
             )
+        # Several ops are the backward.
         tiers = tiers._replace(output_dtype=dtype)
         return autograd.fused_lookup(self.grad_anchor, tiers, self.optimizer, batch, sample_weights)
 

@@ -20,7 +20,7 @@ from emblib.grad_mode import without_gradients
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink, check_sink
-from emblib.online.tables import PlainTable, find_tables
+from emblib.online.tables import ModelTables, PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
 from emblib.specs import OptionEnum, check_count
 
@@ -109,18 +109,7 @@ class ChangeLog:
         max_pending: int = 8,
         when_full: WhenFull = WhenFull.BLOCK,
     ) -> None:
-        if any(isinstance(part, ReplicatedModelParallel) for part in model.modules()):
-            raise TypeError(
-                "ReplicatedModelParallel changes all rows when it averages its replicas: log "
-                "DistributedModelParallel, or freeze() the tables from time to time"
-            )
-        model_tables = find_tables(model)
-        if model_tables.other_kinds:
-            raise TypeError(
-                f"a change log has rows, and these tables change as a whole with every step: "
-                f"{model_tables.other_kinds}; freeze() them from time to time, or train Dense or "
-                "Hash tables"
-            )
+        model_tables = _loggable_tables(model)
         self._rank, self._num_ranks = model_tables.rank, model_tables.num_ranks
         self.step = check_count("step", step, minimum=0)
         if compact_every is not None:
@@ -133,9 +122,6 @@ class ChangeLog:
                 "the sink has the records of another log, which a snapshot must follow: choose "
                 "compact_every, or an empty sink"
             )
-        if not model_tables.calls and model_tables.num_ranks == 1:
-            raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
-        _check_names(model_tables.tables, tables_of(model))
         self._plain_changes = PlainChanges(model_tables, states=states)
         self._keyed_changes = KeyedChanges(model, states=states)
         self._writer = _Writer(sink, max_pending, generation, sequence)
@@ -271,6 +257,30 @@ def _read_last_numbers(sink: Sink) -> tuple[int, int]:
         return 0, 0
     record = decode(newest[0].data, newest[0].location)
     return record.generation, record.sequence
+
+
+def _loggable_tables(model: nn.Module) -> ModelTables:
+    """Return the tables of a model on this rank, which rows can describe.
+
+    Raises:
+        TypeError, ValueError: see `ChangeLog`.
+    """
+    if any(isinstance(part, ReplicatedModelParallel) for part in model.modules()):
+        raise TypeError(
+            "ReplicatedModelParallel changes all rows when it averages its replicas: log "
+            "DistributedModelParallel, or freeze() the tables from time to time"
+        )
+    model_tables = find_tables(model)
+    if model_tables.other_kinds:
+        raise TypeError(
+            f"a change log has rows, and these tables change as a whole with every step: "
+            f"{model_tables.other_kinds}; freeze() them from time to time, or train Dense or Hash "
+            "tables"
+        )
+    if not model_tables.calls and model_tables.num_ranks == 1:
+        raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
+    _check_names(model_tables.tables, tables_of(model))
+    return model_tables
 
 
 def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> None:

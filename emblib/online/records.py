@@ -179,22 +179,15 @@ def encode(record: Record) -> bytes:
     if sys.byteorder != "little":
         raise RuntimeError("change logs are little-endian: write them on a little-endian machine")
     tables, tensors = [], list[Tensor]()
-    for name, changes in record.tables.items():
+    for table_name, changes in record.tables.items():
         for change in changes:
-            tensors_by_name = {
-                "keys": change.keys,
-                "weight": change.weight,
-                "removed": change.removed,
-            }
-            tensors_by_name |= {_STATE + name: rows for name, rows in change.states.items()}
-            tensors_by_name |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
-            tensors_by_name |= {_FALLBACK + name: rows for name, rows in change.fallback.items()}
+            tensors_by_name = _tensors_of(change)
             tensor_entries = [
-                [n, str(t.dtype).removeprefix("torch."), list(t.shape)]
-                for n, t in tensors_by_name.items()
+                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+                for name, tensor in tensors_by_name.items()
             ]
             numbers = [change.first_column, change.dim, change.tick, change.hash_key]
-            tables.append({"name": name, "numbers": numbers, "tensors": tensor_entries})
+            tables.append({"name": table_name, "numbers": numbers, "tensors": tensor_entries})
             tensors.extend(tensors_by_name.values())
     header_bytes = json.dumps({"tables": tables}).encode()
     begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(header_bytes))
@@ -227,7 +220,16 @@ def encode(record: Record) -> bytes:
     return bytes(data)
 
 
+def _tensors_of(change: TableChange) -> dict[str, Tensor]:
+    """Return the tensors of a change by their names in a header."""
+    tensors = {"keys": change.keys, "weight": change.weight, "removed": change.removed}
+    tensors |= {_STATE + name: rows for name, rows in change.states.items()}
+    tensors |= {name: tensor for name in _OPTIONAL if (tensor := getattr(change, name)) is not None}
+    return tensors | {_FALLBACK + name: rows for name, rows in change.fallback.items()}
+
+
 def _aligned(nbytes: int) -> int:
+    """Return a number of bytes rounded up to a multiple of 8."""
     return nbytes + -nbytes % _ALIGNMENT
 
 

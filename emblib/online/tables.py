@@ -115,32 +115,36 @@ def find_tables(model: nn.Module) -> ModelTables:
         if isinstance(module, TableGroups):
             if id(module) not in replica_ids:
                 _add_groups(model_tables, module)
-        elif isinstance(module, InferenceEmbeddingBags):
+        elif _add_tables_of(model_tables, module, path):
             outer_paths.append(path)
-        elif isinstance(module, ComposedEmbeddingBags):
-            outer_paths.append(path)
-            kinds = [type(storage).__name__ for storage in module.storages]
-            model_tables.other_kinds |= dict(zip(module.table_names, kinds, strict=True))
-        elif isinstance(module, DynamicEmbeddingBags):
-            outer_paths.append(path)
-            tables = [
-                PlainTable("", module, t, 0, 0, 0, is_keyed=True) for t in module.feature_tables
-            ]
-            model_tables.calls.append((module, tables))
-        elif isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
-            outer_paths.append(path)
-            specs = zip(module.table_names, module.tables, strict=True)
-            tables = [
-                PlainTable(name, module, t, 0, 0, spec.dim) for t, (name, spec) in enumerate(specs)
-            ]
-            model_tables.add(tables)
-            model_tables.calls.append((module, [tables[t] for t in module.feature_tables]))
-        elif hasattr(module, "cores"):
-            outer_paths.append(path)
-            model_tables.other_kinds |= dict.fromkeys(
-                getattr(module, "table_names", [path]), "tensor trains"
-            )
     return model_tables
+
+
+def _add_tables_of(model_tables: ModelTables, module: Any, path: str) -> bool:
+    """Add the tables and calls of a module, at `path` in the model; return whether it has any."""
+    if isinstance(module, InferenceEmbeddingBags):
+        return True
+    if isinstance(module, ComposedEmbeddingBags):
+        kinds = [type(storage).__name__ for storage in module.storages]
+        model_tables.other_kinds |= dict(zip(module.table_names, kinds, strict=True))
+        return True
+    if isinstance(module, DynamicEmbeddingBags):
+        tables = [PlainTable("", module, t, 0, 0, 0, is_keyed=True) for t in module.feature_tables]
+        model_tables.calls.append((module, tables))
+        return True
+    if isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
+        specs = zip(module.table_names, module.tables, strict=True)
+        tables = [
+            PlainTable(name, module, t, 0, 0, spec.dim) for t, (name, spec) in enumerate(specs)
+        ]
+        model_tables.add(tables)
+        model_tables.calls.append((module, [tables[t] for t in module.feature_tables]))
+        return True
+    if hasattr(module, "cores"):
+        names = getattr(module, "table_names", [path])
+        model_tables.other_kinds |= dict.fromkeys(names, "tensor trains")
+        return True
+    return False
 
 
 def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
