@@ -176,11 +176,15 @@ def _is_finite(value: Any) -> bool:
 
 
 def _check_interval(spec: Any, low: float, high: float) -> None:
+    """Raise ValueError unless low < high are finite; convert `spec.low` and `.high` to float."""
     if not (_is_finite(low) and _is_finite(high) and low < high):
         raise ValueError(
             f"low and high of {type(spec).__name__} must be finite and low < high, got {low} and "
             f"{high}; for one value use Constant"
         )
+    for name in ("low", "high"):
+        bound = getattr(spec, name)
+        object.__setattr__(spec, name, None if bound is None else float(bound))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from emblib import optim
+from emblib import EmbeddingBagConfig, StochasticRounding, TTSpec, optim
 from emblib.columns import Hyper
+from emblib.init import TruncatedNormal, Uniform
 from emblib.ops import autograd
 from emblib.ops.codes import OPTIMIZER
 from emblib.optim.adagrad import LAST_STEP
 from emblib.reference import optim as reference
 from emblib.specs import format_config
+from emblib.storage import TensorTrain
 from tests.optimizer_cases import CASES
 
 
@@ -263,3 +265,16 @@ def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
     assert made == optim.Adam(0.1, betas=(0.5, 0.75), eps=0.25, weight_decay=optim.Decoupled(0.5))
     numbers = (made.eps, *made.betas, made.weight_decay.rate)
     assert {type(number) for number in numbers} == {float}
+    assert type(optim.AdagradW(np.float32(0.5)).rate) is float
+
+
+def test_numbers_of_numpy_in_specs_become_python_numbers() -> None:
+    """Headers of frozen files have them, in JSON."""
+    factor, bound = np.int64(10), np.float32(0.5)
+    trains = TTSpec(1000, 16, (np.int64(4), factor), (factor,) * 3, (np.int64(2), 2, 4))
+    storage = TensorTrain((factor, factor))
+    ints = (*trains.ranks, *trains.row_factors, *trains.dim_factors, *storage.ranks)
+    assert {type(number) for number in (*ints, StochasticRounding(factor).seed)} == {int}
+    config = EmbeddingBagConfig(3, 4, "t", weight_init_min=-bound, weight_init_max=bound)
+    floats = (Uniform(-bound, bound).low, TruncatedNormal(high=bound).high, *config.bounds)
+    assert {type(number) for number in floats} == {float}

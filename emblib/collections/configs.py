@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -128,9 +129,11 @@ class TableConfig:
         """Raise TypeError or ValueError for wrong bounds of initial values or a wrong `init_fn`."""
         for name in ("weight_init_min", "weight_init_max"):
             bound = getattr(self, name)
-            is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-            if bound is not None and not is_number:
+            if bound is None:
+                continue
+            if not isinstance(bound, Real) or isinstance(bound, bool):
                 raise TypeError(f"{name} of {self.name!r} must be None or a number, got {bound!r}")
+            object.__setattr__(self, name, float(bound))
         if self.init_fn is not None and not callable(self.init_fn):
             raise TypeError(
                 f"init_fn of {self.name!r} must be None or a function that fills the tensor it is "

@@ -81,6 +81,7 @@ class AdagradW:
     rate: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", _python_numbers(self.rate))
         check_number("the rate of AdagradW", self.rate)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -197,6 +198,7 @@ class StochasticRounding:
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, SupportsIndex):
             raise TypeError(f"seed must be an int, got {self.seed!r}")
+        object.__setattr__(self, "seed", operator.index(self.seed))
         if not 0 <= self.seed < 2**53:
             raise ValueError(f"seed must be in [0, 2^53), got {self.seed}")
 

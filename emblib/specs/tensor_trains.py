@@ -123,6 +123,9 @@ class TTSpec:
             )
         )
         check_cores(self.ranks, row_factors, dim_factors)
+        # Plain ints, which a header of a frozen file can have.
+        object.__setattr__(self, "ranks", tuple(map(int, self.ranks)))
+        row_factors, dim_factors = tuple(map(int, row_factors)), tuple(map(int, dim_factors))
         num_cores = len(self.ranks) + 1
         row_factors = row_factors or shapes.row_factors(self.rows, num_cores)
         dim_factors = dim_factors or shapes.dim_factors(self.dim, num_cores)

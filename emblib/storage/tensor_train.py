@@ -109,6 +109,8 @@ class TensorTrain(Storage):
                     f"others, but {name} is {getattr(self, name)}: write the numbers"
                 )
         check_cores(self.ranks, self.row_factors, self.dim_factors, computed=-1)
+        for name in ("ranks", "row_factors", "dim_factors"):  # plain ints, for plans in JSON
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
         find_initializer(self.init)
         object.__setattr__(self, "ids", IdOrder(self.ids))
