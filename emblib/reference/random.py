@@ -14,7 +14,7 @@ _MASK = 0xFFFFFFFF
 _PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)  # of words 0 and 2
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # of the two words of the key, per round
 _PHILOX_ROUNDS = 10
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio, as int64."""
 _MURMUR_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
@@ -42,12 +42,12 @@ def unmix(x: Tensor) -> Tensor:
     for factor in reversed(_MURMUR_FACTORS):
         inverse = pow(factor, -1, 1 << 64)
         x = (x ^ (x >> 33 & (1 << 31) - 1)) * (inverse - (inverse >> 63 << 64))
-    return (x ^ (x >> 33 & (1 << 31) - 1)) - GOLDEN
+    return (x ^ (x >> 33 & (1 << 31) - 1)) - GOLDEN_RATIO
 
 
 def mix(x: Bits) -> Bits:
-    """Hash x: add `GOLDEN`, then apply `finalise`, which alone would map 0 to 0."""
-    return finalise(_wrap(x + GOLDEN))
+    """Hash x: add `GOLDEN_RATIO`, then apply `finalise`, which alone would map 0 to 0."""
+    return finalise(_wrap(x + GOLDEN_RATIO))
 
 
 def _multiply_high_low(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Frozen descriptions of tables, their options as enums, and checks of arguments."""
 
 from emblib.specs.caches import CacheConfig, CachePolicy, MultiPassPrefetch, Verify
-from emblib.specs.choices import (
+from emblib.specs.checks import (
     FLOAT_DTYPES,
     OptionEnum,
     check_bool,

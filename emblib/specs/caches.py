@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from emblib.init import check_finite
-from emblib.specs.choices import OptionEnum, check_count, check_float_dtype, normalise_counts
+from emblib.specs.checks import OptionEnum, check_count, check_float_dtype, normalise_counts
 
 
 class CachePolicy(OptionEnum):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
-from emblib.specs.choices import (
+from emblib.specs.checks import (
     OptionEnum,
     check_count,
     check_table_name,

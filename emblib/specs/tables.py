@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from emblib.specs.choices import (
+from emblib.specs.checks import (
     OptionEnum,
     check_float_dtype,
     check_table_name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from emblib.specs.choices import (
+from emblib.specs.checks import (
     OptionEnum,
     check_count,
     check_float_dtype,

@@ -54,7 +54,14 @@ _BATCHED = (
     QuantizedEmbeddingBags,
 )
 CallReader = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
-NamedEmbedding = tuple[str, nn.Module, CallReader]  # name in the trace, module, its reader
+
+
+class NamedEmbedding(NamedTuple):
+    """An embedding of a model: its name in the trace, and the reader of its calls."""
+
+    name: str
+    module: nn.Module
+    reader: CallReader
 
 
 def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
@@ -62,12 +69,14 @@ def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
 
     A root without embeddings counts as an embedding that is called with a KeyedJaggedTensor.
     """
-    by_id: dict[int, NamedEmbedding] = {}
+    embedding_of_module: dict[nn.Module, NamedEmbedding] = {}
     for root in roots:
         for embedding in _outermost_embeddings(root):
-            by_id.setdefault(id(embedding[1]), embedding)
-    inner = {id(m) for _, outer, _ in by_id.values() for m in outer.modules() if m is not outer}
-    return [embedding for key, embedding in by_id.items() if key not in inner]
+            embedding_of_module.setdefault(embedding.module, embedding)
+    inner_modules = {
+        inner for outer in embedding_of_module for inner in outer.modules() if inner is not outer
+    }
+    return [e for module, e in embedding_of_module.items() if module not in inner_modules]
 
 
 def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
@@ -79,9 +88,9 @@ def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
             continue
         reader = _find_reader(module)
         if reader is not None:
-            embeddings.append((path or type(root).__name__, module, reader))
+            embeddings.append(NamedEmbedding(path or type(root).__name__, module, reader))
             outer_paths.append(path)
-    return embeddings or [(type(root).__name__, root, _read_keyed)]
+    return embeddings or [NamedEmbedding(type(root).__name__, root, _read_keyed)]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -364,7 +373,7 @@ class TraceRecorder:
                     "TraceRecorder(first, second) takes them one by one"
                 )
         self._embeddings = find_embeddings(modules)
-        self._names = distinct_names([name for name, _, _ in self._embeddings])
+        self._names = distinct_names([embedding.name for embedding in self._embeddings])
         self._max_calls = calls
         self._recorded: dict[str, list[Bags]] = {}
         self._hooks: list[Any] = []
@@ -374,9 +383,10 @@ class TraceRecorder:
         if self._hooks:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
         try:
-            for name, (_, module, reader) in zip(self._names, self._embeddings, strict=True):
-                hook = _Hook(name, reader, self._recorded, self._max_calls, self._lock)
-                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            for name, embedding in zip(self._names, self._embeddings, strict=True):
+                hook = _Hook(name, embedding.reader, self._recorded, self._max_calls, self._lock)
+                handle = embedding.module.register_forward_pre_hook(hook, with_kwargs=True)
+                self._hooks.append(handle)
         except BaseException:
             self._remove_hooks()
             raise

@@ -21,7 +21,7 @@ from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows, Sele
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED_ORDERS, SLOTS_PER_BUCKET, Keys
-from emblib.reference.random import GOLDEN, mix
+from emblib.reference.random import GOLDEN_RATIO, mix
 
 # Not measured.
 _ENTRIES_PER_ROUND = 1 << 12  # waiting entries that try to get a slot in one round
@@ -31,7 +31,7 @@ _MAX_IDLE_ROUNDS = 50  # consecutive rounds without a new assignment, before `se
 def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
     """Return the two buckets of each key, int64 `[2, N]`; see csrc/hash/args.h."""
     mixed = mix(keys ^ hash_key)
-    hashes = torch.stack([mixed & 0x7FFFFFFF, mixed * GOLDEN >> 33 & 0x7FFFFFFF])
+    hashes = torch.stack([mixed & 0x7FFFFFFF, mixed * GOLDEN_RATIO >> 33 & 0x7FFFFFFF])
     mask = (1 << (buckets - 1).bit_length()) - 1
     folded = hashes & mask
     return torch.where(folded < buckets, folded, folded & mask >> 1)

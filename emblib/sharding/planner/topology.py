@@ -11,7 +11,7 @@ import torch
 from emblib.sharding.planner import calibration as defaults
 from emblib.sharding.planner.calibration import Calibration
 from emblib.sharding.sharding_types import World
-from emblib.specs.choices import check_count, check_counts, normalise_counts
+from emblib.specs.checks import check_count, check_counts, normalise_counts
 from emblib.storage import MemoryBytes
 
 

@@ -1,4 +1,4 @@
-"""The base class of option enums, and the checks and the formatting that all specs share."""
+"""Checks of the arguments of specs, and the base class of option enums."""
 
 from __future__ import annotations
 
