@@ -449,6 +449,13 @@ def test_leaves_that_a_graph_would_not_see_are_refused() -> None:
         step([1, 2])
 
 
+def test_weights_that_require_a_gradient_are_refused() -> None:
+    weights = torch.ones(2, requires_grad=True)
+    step = CapturedStep(lambda batch: batch.weights().sum(), [8], device="cpu")
+    with pytest.raises(ValueError, match="leaf 0 of a batch requires a gradient"):
+        step(JaggedTensor(torch.tensor([1, 2]), weights, torch.tensor([2])))
+
+
 def test_a_refused_batch_sets_no_layout() -> None:
     step = CapturedStep(lambda batch: batch[0] + 1, [8], device="cpu")
     with pytest.raises(ValueError, match="a batch must be on the host or on cpu"):

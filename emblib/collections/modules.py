@@ -36,7 +36,7 @@ from emblib.columns import PieceColumn, TargetColumn
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from emblib.jagged.jagged_tensor import drop_first
+from emblib.jagged.jagged_tensor import as_normal_tensor, drop_first
 from emblib.jagged.keyed_layout import num_padding_of
 from emblib.ops import route
 from emblib.optim import Optimizer
@@ -219,7 +219,9 @@ class TableCollection(nn.Module):
             )
         device = batch.device()
         if device.type == "cuda" and (gpu_positions is None or gpu_positions.device != device):
-            gpu_positions = torch.tensor(positions, device=device)  # a captured graph needs it
+            # On the device, because a captured graph needs it.
+            position_tensor = torch.tensor(positions, dtype=torch.int64, device="cpu")
+            gpu_positions = as_normal_tensor(lambda tensor: tensor.to(device), position_tensor)
         self._permutation = (list(batch.keys()), positions, gpu_positions)
         return batch.permute(positions, gpu_positions if device.type == "cuda" else None)
 
@@ -676,13 +678,20 @@ class _ColumnOrder:
         """Return `targets` `[T, 7]` and `pieces` `[P, 3]` of `combine` for a batch size."""
         descriptors = self._last_descriptors
         if descriptors is None or descriptors[0] != batch or descriptors[1].device != device:
-            targets = self._targets.clone()
-            targets[:, TargetColumn.NUM_ROWS] = batch
-            is_mean = targets[:, TargetColumn.FIRST_BAG] >= 0
-            targets[:, TargetColumn.FIRST_BAG] = torch.where(
-                is_mean, targets[:, TargetColumn.FIRST_BAG] * batch, -1
-            )
-            descriptors = batch, targets.to(device), self._pieces.to(device)
+
+            def targets_of_batch(targets: Tensor) -> Tensor:
+                targets = targets.clone()
+                targets[:, TargetColumn.NUM_ROWS] = batch
+                first_bags = targets[:, TargetColumn.FIRST_BAG]
+                targets[:, TargetColumn.FIRST_BAG] = torch.where(
+                    first_bags >= 0, first_bags * batch, -1
+                )
+                return targets.to(device)
+
+            # Training after an evaluation in inference mode needs them for backward.
+            targets = as_normal_tensor(targets_of_batch, self._targets)
+            pieces = as_normal_tensor(lambda pieces: pieces.clone().to(device), self._pieces)
+            descriptors = batch, targets, pieces
             if type(descriptors[1]) is Tensor:  # tensors of a trace have no values
                 self._last_descriptors = descriptors
         return descriptors[1], descriptors[2]

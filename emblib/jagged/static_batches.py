@@ -292,6 +292,10 @@ def _fixed_part_of(leaf: Any, leaf_index: int) -> _FixedPart:
         TypeError: a leaf has another type, which may contain tensors that a graph would not see.
         ValueError: a leaf has no fixed shape, or requires a gradient.
     """
+    if _is_jagged(leaf):
+        for tensor in (leaf.values(), leaf.weights_or_none()):
+            if tensor is not None:
+                _refuse_gradient(tensor, leaf_index)
     if isinstance(leaf, KeyedJaggedTensor):
         if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
             raise ValueError(
@@ -315,12 +319,16 @@ def _fixed_part_of(leaf: Any, leaf_index: int) -> _FixedPart:
             f"leaf {leaf_index} of a batch must be a dense tensor, got one of layout "
             f"{leaf.layout}; pass jagged data as a KeyedJaggedTensor or JaggedTensor"
         )
-    if leaf.requires_grad:
+    _refuse_gradient(leaf, leaf_index)
+    return _FixedPart("tensor", None)
+
+
+def _refuse_gradient(tensor: Tensor, leaf_index: int) -> None:
+    if tensor.requires_grad:
         raise ValueError(
             f"leaf {leaf_index} of a batch requires a gradient, which would be that of a static "
             "copy: detach it, or make it a parameter of the model"
         )
-    return _FixedPart("tensor", None)
 
 
 def _make_jagged(fixed: _FixedPart, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:

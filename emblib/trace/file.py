@@ -100,13 +100,13 @@ class LookupTrace:
         must not be written meanwhile.
 
         Raises:
-            OSError: there is no such file, it is a directory, or may not be read.
+            OSError: there is no such file, `path` is a directory, or it may not be read.
             ValueError: the file is of another kind or version, is damaged, or has inconsistent
                 parts.
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (FileNotFoundError, IsADirectoryError, PermissionError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
             raise
         except Exception as error:  # damaged bytes make torch's reader raise any class of error
             message = str(error).partition("\n")[0]

@@ -89,6 +89,23 @@ def test_empty_batches(pooling: Pooling) -> None:
             out.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_training_after_an_evaluation_in_inference_mode(dtype: torch.dtype) -> None:
+    tables = [
+        EmbeddingBagConfig(10, 4, "b", pooling="mean"),
+        EmbeddingBagConfig(10, 4, "a", data_type=dtype),
+    ]
+    bags = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1))
+    batch = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    before = bags.embedding_bags["b"].weight.clone()
+    with torch.inference_mode():
+        expected = bags(batch).values()
+    result = bags(batch).values()
+    assert torch.equal(result, expected)
+    result.sum().backward()
+    assert torch.allclose(bags.embedding_bags["b"].weight[2], before[2] - 0.1)
+
+
 def test_dtypes_of_ids() -> None:
     configs = bag_configs(("plain", "tt", "dynamic"))
     collection = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
