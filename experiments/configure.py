@@ -39,9 +39,9 @@ from experiments.config.schema import (
     folder_name,
     require,
 )
-from experiments.config.sweep import COMPUTED, ONLY_ARMS, TRAINED
+from experiments.config.sweep import COMPUTED_ARMS, ONLY_ARMS, QUALITY_METHODS
 from experiments.contenders import registry
-from experiments.kinds.base import Sort, check_sort
+from experiments.kinds.base import ContenderType, check_contender_types
 from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
@@ -357,12 +357,13 @@ def check_values(config: Config) -> None:
     for prefix, point in points.items():
         _check_workload(prefix, point.workload)
         _check_point(prefix, point)
-        sort = kind.arms.contenders
-        if prefix or sort is not Sort.BOTH:  # such a kind measures only its cases
-            wanted_sort = Sort.KEYED if point.keys.loads else sort
-            check_sort(
-                prefix, point.contenders, Sort.BAGS if wanted_sort is Sort.BOTH else wanted_sort
-            )
+        wanted = kind.arms.contenders
+        if prefix or wanted is not ContenderType.BOTH:  # such a kind measures only its cases
+            if point.keys.loads:
+                wanted = ContenderType.KEYED
+            elif wanted is ContenderType.BOTH:
+                wanted = ContenderType.BAGS
+            check_contender_types(prefix, point.contenders, wanted)
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
         choices = point_kind.arms.choices if point_kind else ()
         for name in point.contenders:
@@ -412,7 +413,10 @@ def check_values(config: Config) -> None:
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
     for name in ("subject", "baseline"):
-        arm, options = getattr(config.report, name), (*contenders, *COMPUTED, *ONLY_ARMS, *TRAINED)
+        arm, options = (
+            getattr(config.report, name),
+            (*contenders, *COMPUTED_ARMS, *ONLY_ARMS, *QUALITY_METHODS),
+        )
         if arm not in options:
             raise UsageError(f"report.{name}: {_unknown_name('contender', arm, options, '', 0.3)}")
 

@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write comparisons, or the page of published figures; return the exit status.
 
+    The exit status is 0; 1 if `--overview check` finds another page; 2 for wrong usage; 6 if the
+    runs cannot be compared.
+
     Raises:
         UsageError: a path is named twice, or --overview has a path that is no run.
     """

@@ -1,7 +1,7 @@
 """Differences between compared runs other than the machine; the page has a notice of each.
 
-A difference is a *confounder* if it may explain a part of the speed-up, else a *remark*. The facts
-that are compared are those of environments (`_facts`), configurations, and states of single runs.
+A difference is a *confounder* if it may explain a part of the speed-up, else a *remark*. Compared
+are facts of the environments (`_facts`), configurations, and the states of single runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZE_KEYS = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 IGNORED_VARIABLES = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
 
 
-class Weight(Enum):
+class Importance(Enum):
     """The importance of a difference; the value is the style of its notice."""
 
     confounder = "confounder"  # may explain a part of the speed-up
@@ -38,14 +38,14 @@ class Weight(Enum):
 class Difference:
     """A difference between the runs."""
 
-    weight: Weight
-    what: str  # name of the fact that differs
+    importance: Importance
+    fact: str  # name of the fact that differs
     text: str  # its values with their machines, or a description of the difference
 
     def sentence(self) -> str:
         """Return the notice: 'Confounded: torch: 2.11 on A; 2.13 on B.'."""
-        prefix = "Confounded" if self.weight is Weight.confounder else "Note"
-        return f"{prefix}: {self.what}: {self.text}."
+        prefix = "Confounded" if self.importance is Importance.confounder else "Note"
+        return f"{prefix}: {self.fact}: {self.text}."
 
 
 def find_differences(machines: Sequence[Machine]) -> list[Difference]:
@@ -55,7 +55,7 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
     remarks = ("build of torch", "preset", "CPU threads")
     differences = [
         Difference(
-            Weight.remark if name in remarks else Weight.confounder,
+            Importance.remark if name in remarks else Importance.confounder,
             str(name),
             group_by_value(machines, (None if pd.isna(v) else str(v) for v in values)),
         )
@@ -63,7 +63,7 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
         if values.nunique() > 1
     ]
     differences += [*_configuration_differences(machines), *_state_differences(machines)]
-    return sorted(differences, key=lambda difference: difference.weight is Weight.remark)
+    return sorted(differences, key=lambda difference: difference.importance is Importance.remark)
 
 
 def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
@@ -113,8 +113,8 @@ def _configuration_differences(machines: Sequence[Machine]) -> list[Difference]:
     size_keys = [key for key in keys if SIZE_KEYS.search(key)]
     other_keys = [key for key in keys if key not in size_keys]
     differences = [
-        Difference(Weight.confounder, "configuration", ", ".join(other_keys)),
-        Difference(Weight.remark, "sizes chosen for the machine", ", ".join(size_keys)),
+        Difference(Importance.confounder, "configuration", ", ".join(other_keys)),
+        Difference(Importance.remark, "sizes chosen for the machine", ", ".join(size_keys)),
     ]
     return [difference for difference in differences if difference.text]
 
@@ -125,20 +125,20 @@ def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
     dirty_labels = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
     if dirty_labels:
         text = f"uncommitted changes on {', '.join(dirty_labels)}: what ran is no commit"
-        differences.append(Difference(Weight.confounder, "emblib", text))
+        differences.append(Difference(Importance.confounder, "emblib", text))
     for machine in machines:
         run, label = machine.run, machine.label
         flags = (run.environment.get("preflight") or {}).get("flags")
         if run.is_smoke:
             text = f"{label} has capped sizes; its times mean nothing"
-            differences.append(Difference(Weight.confounder, "smoke run", text))
+            differences.append(Difference(Importance.confounder, "smoke run", text))
         if run.info.get("status") not in (None, "finished"):
             text = f"{label}: {run.info['status']}"
-            differences.append(Difference(Weight.remark, "run did not end", text))
+            differences.append(Difference(Importance.remark, "run did not end", text))
         if flags:
             text = f"{label}: {', '.join(flags)}"
-            differences.append(Difference(Weight.remark, "state of the machine", text))
+            differences.append(Difference(Importance.remark, "state of the machine", text))
     if len({m.run.environment.get("hardware_id") or m.name for m in machines}) == 1:
         text = "all runs are of one machine: what differs is its state, or the software"
-        differences.append(Difference(Weight.remark, "hardware", text))
+        differences.append(Difference(Importance.remark, "hardware", text))
     return differences

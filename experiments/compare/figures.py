@@ -1,6 +1,6 @@
 """The figures of a comparison: rates over the machines, speed-ups against bandwidths.
 
-Data frames of points are selections of rows of `Comparison.points`.
+Data frames named `points` or `rows` are rows of `Comparison.points`, which states the columns.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class Machine:
         return str(self.run.environment.get("device", "unknown device"))
 
     def bandwidths(self, row_bytes: float) -> dict[str, float]:
-        """Return the bandwidths in GB/s: in theory, of copies, and of gathers of rows of that size.
+        """Return the bandwidths in GB/s; an unknown one is nan.
 
-        An unknown bandwidth is nan.
+        Keys: "theory", as the maker states it; "copy"; and "gather", of rows of `row_bytes` bytes.
         """
         theory = self.device.bandwidth_gb_s if self.device else None
         return {
@@ -89,18 +89,19 @@ class Comparison:
 
     Attributes:
         machines: machines; the others are compared with the first.
-        points: row per machine, role, contender and phase. A role is the position of a cell in its
-            experiment, whatever its sizes. `rate` is lookups per second; `of_*` are shares of
-            CEILINGS, with 1 for the whole bandwidth. `same` is True if the work is equal to the
-            first machine's. `gain` is `rate` ÷ the rate of the first machine. `gain_lo` and
-            `gain_hi` are its extremes if both rates may be anywhere in their intervals, or nan
-            without intervals. Nothing is paired, because machines cannot take turns.
-        left_out: sentences about points that are not compared, and why.
+        points: one row per machine, role, contender and phase. `machine` is an index into
+            `machines`. A role is the position of a cell in its experiment, whatever its sizes.
+            `rate` is lookups per second; `of_*` are shares of CEILINGS, with 1 for the whole
+            bandwidth. `same` is True if the work is equal to the first machine's. `gain` is `rate`
+            ÷ the rate of the first machine. `gain_lo` and `gain_hi` are its extremes if both rates
+            may be anywhere in their intervals, or nan without intervals. Nothing is paired, because
+            machines cannot take turns.
+        exclusions: sentences about points that are not compared, and why.
     """
 
     machines: Sequence[Machine]
     points: pd.DataFrame
-    left_out: Sequence[str]
+    exclusions: Sequence[str]
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Comparison:
@@ -108,6 +109,7 @@ class Comparison:
 
         Raises:
             NotComparable: the runs have no point in common, or `read_machines` refuses them.
+            UsageError: a file of a run is damaged.
         """
         machines = read_machines(paths)
         points = measured_points(machines)
@@ -115,7 +117,7 @@ class Comparison:
         if not is_common.any():
             raise NotComparable("these runs share no case, no axis value and no contender")
         common_points = points[is_common].reset_index(drop=True)
-        return cls(machines, common_points, left_out_sentences(machines, points))
+        return cls(machines, common_points, exclusion_sentences(machines, points))
 
     @property
     def headline(self) -> str:
@@ -134,7 +136,10 @@ class Comparison:
         return {kind: other[kind] / first[kind] for kind in first}
 
     def sizes(self, role: str) -> str:
-        """Return the sizes that differ, such as "B = 2,048 on one machine; 65,536 on another"."""
+        """Return a role's sizes that differ, such as "B = 2,048 on A; 65,536 on B".
+
+        "" if all are equal.
+        """
         sizes = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
         values_by_name = {
             name: [machine_sizes.get(name) for machine_sizes in sizes] for name in sizes[0]
@@ -231,11 +236,12 @@ def common_ceiling(points: pd.DataFrame) -> str | None:
 
 
 def read_machines(paths: Sequence[Path]) -> list[Machine]:
-    """Read the runs in the given order.
+    """Read the runs in the given order, in one mode of timing if they have one in common.
 
     Raises:
         NotComparable: there are fewer than two, a path is no run, or they are of several
             experiments, or of a kind whose numbers are not compared.
+        UsageError: a file of a run is damaged.
     """
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
@@ -248,7 +254,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
         raise NotComparable(
             f"these runs ask different questions ({', '.join(names)}): take runs of one experiment"
         )
-    if not all(run.kind.reporting.compared for run in runs):
+    if not all(run.kind.reporting.comparability for run in runs):
         raise NotComparable(
             f"{names[0]} is of kind {runs[0].kind.name}: its numbers are not compared over machines"
         )
@@ -265,7 +271,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return a short name of each run's device, with commit or date if several runs share it."""
+    """Return a short, unique name of each run's device, with commit or date if several share it."""
     environments = [run.environment for run in runs]
     names = [
         str((e.get("gpu") or {}).get("name") or e.get("device", "unknown device"))
@@ -385,7 +391,7 @@ def _points(machine_index: int, machine: Machine) -> pd.DataFrame:
     )
 
 
-def left_out_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
+def exclusion_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
     """Return a sentence per role or contender of `points` that some machine lacks.
 
     Runs with hit rates of traces have one more sentence, because `points` has no hit rates.
@@ -395,9 +401,9 @@ def left_out_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> lis
     counts = counts.reindex(columns=labels).fillna(0)
     sentences = []
     for role, group in counts.groupby(level="role", sort=False):
-        absent = [label for label in labels if not group[label].any()]
-        if absent:
-            sentences.append(f"{role}: not measured on {', '.join(absent)}")
+        labels_without = [label for label in labels if not group[label].any()]
+        if labels_without:
+            sentences.append(f"{role}: not measured on {', '.join(labels_without)}")
             continue
         for (_, name), row in group.iterrows():
             machines_without = [m for m in machines if not row[m.label]]
@@ -412,7 +418,7 @@ def left_out_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> lis
 
 
 def _missing_reason(machine: Machine, role: str, name: str) -> str:
-    """State that a machine has no result of a contender, with the first failure of it if any."""
+    """State that a machine has no result of a contender, with the contender's first failure."""
     reasons = [
         f" ({r['status']}: {r['reason']})"
         for r in machine.run.failures()

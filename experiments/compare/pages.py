@@ -54,7 +54,8 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
         command: command that repeats the comparison.
 
     Raises:
-        NotComparable: `Comparison.read` refuses the runs.
+        NotComparable, UsageError: `Comparison.read` refuses the runs.
+        OSError: the page cannot be written.
     """
     comparison = Comparison.read(runs)
     target = folder or FOLDER / folder_name(comparison.machines[0].run.config.name)
@@ -95,7 +96,7 @@ def page_of(comparison: Comparison, command: str) -> Page:
                 "Work of other sizes",
                 points=[f"{role}: {comparison.sizes(role)}" for role in resized_roles],
             ),
-            Section("Not compared", points=comparison.left_out),
+            Section("Not compared", points=comparison.exclusions),
             Section("Published elsewhere", points=published_figures),
             Section("How to read this", points=HOW_TO_READ),
             Section(
@@ -108,7 +109,7 @@ def page_of(comparison: Comparison, command: str) -> Page:
         subtitle=" · ".join([*labels, f"mode {machines[0].mode}"]),
         question=str(machines[0].run.info.get("question", "")),
         notices=[
-            Notice(d.sentence(), d.weight.value) for d in confounders.find_differences(machines)
+            Notice(d.sentence(), d.importance.value) for d in confounders.find_differences(machines)
         ],
     )
 
@@ -116,7 +117,9 @@ def page_of(comparison: Comparison, command: str) -> Page:
 def answer_sentences(comparison: Comparison) -> list[str]:
     """Return the sentences of the answer: each machine against the first, then the baseline.
 
-    The last one, subject against baseline per machine, is absent if the headline has no baseline.
+    They are about the step of the subject at the headline, or of the first contender there if not
+    all machines have the subject. The last sentence, the subject against the baseline per machine,
+    is absent if not all machines have the baseline there.
     """
     points, first_machine = comparison.points, comparison.machines[0]
     points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]
@@ -143,10 +146,8 @@ def _gain_sentence(
     is_swept = role.startswith(SWEEP)
     title = "the sweep's base point" if is_swept else comparison.machines[0].run.title(role)
     size_note = "" if point["same"] else ", each with sizes of its own"
-    ratios, explanation = (
-        comparison.bandwidth_ratios(machine_index),
-        "no bandwidth is known of both",
-    )
+    ratios = comparison.bandwidth_ratios(machine_index)
+    explanation = "no bandwidth is known of both"
     for kind, template in (
         ("theory", "its makers state {} the bandwidth"),
         ("copy", "its memory copies {} as much"),
@@ -214,6 +215,7 @@ def machines_table(machines: Sequence[Machine]) -> Table:
     """Return the table of machines: bandwidths, last cache, power, software."""
 
     def number_or(default: str, value: float | None, unit: str = "") -> Value:
+        """Format a number with its unit; return `default` for None and nan."""
         if value is None or text.is_missing(value):
             return Value(default)
         return Value(f"{text.digits(value)}{unit}", value)
@@ -279,7 +281,10 @@ in `reports/reference/`. How to add a figure or a run:
 
 
 def overview(extra: Sequence[Path] = ()) -> Page:
-    """Return the page of all published figures, judged by the references and the runs `extra`."""
+    """Return the page of all published figures, judged by the references and the runs `extra`.
+
+    `extra` are directories of runs.
+    """
     judgements = published.judge_references(extra)
     counts = ", ".join(f"{n} {v.value}" for v, n in published.count_verdicts(judgements).items())
     return Page(

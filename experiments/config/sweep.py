@@ -29,10 +29,10 @@ from experiments.contenders import registry
 SWEEP = "sweep"  # section of the cells of `sweep:`; the section of a case is its name
 
 # Arms that are computed from a trace instead of measured.
-IDEALS = {"offline": "offline optimum (ideal)", "static_top": "static top-k (ideal)"}
+IDEAL_CACHES = {"offline": "offline optimum (ideal)", "static_top": "static top-k (ideal)"}
 # Computed arms that an experiment asks for by name: fully associative caches.
-EXACT = {"exact_lru": "exact LRU", "exact_lfu": "exact LFU"}
-COMPUTED = IDEALS | EXACT
+EXACT_CACHES = {"exact_lru": "exact LRU", "exact_lfu": "exact LFU"}
+COMPUTED_ARMS = IDEAL_CACHES | EXACT_CACHES
 # The only arms of the kinds trace, calibration and predictions.
 ONLY_ARMS = {
     "lookups": "the lookups",
@@ -41,7 +41,7 @@ ONLY_ARMS = {
 }
 PLAIN = "plain"
 # Methods of kind=quality; `PLAIN` is trained first, because some methods start from it.
-TRAINED = {
+QUALITY_METHODS = {
     "plain": "plain",
     "bf16": "16-bit rows",
     "narrow": "narrower",
@@ -66,7 +66,7 @@ Rule = Callable[[dict[str, Any]], bool]
 
 def label_of(contender: str) -> str:
     """Return the name in reports of a contender, a computed arm or a method."""
-    computed = COMPUTED | ONLY_ARMS | TRAINED
+    computed = COMPUTED_ARMS | ONLY_ARMS | QUALITY_METHODS
     return computed.get(contender) or registry.facts_of(contender).label
 
 
@@ -77,7 +77,7 @@ def variants_of(contender: str) -> str:
     """
     if contender in ONLY_ARMS:
         return ""
-    return "cache" if contender in COMPUTED else registry.facts_of(contender).variants
+    return "cache" if contender in COMPUTED_ARMS else registry.facts_of(contender).variants
 
 
 @dataclass(frozen=True, order=True)

@@ -14,7 +14,7 @@ import math
 import pandas as pd
 
 from experiments.config.schema import AXES
-from experiments.config.sweep import IDEALS, SWEEP, label_of
+from experiments.config.sweep import IDEAL_CACHES, SWEEP, label_of
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Floats, Mark, Scale, curves, percent_scale
 from experiments.report.data import AXIS_NAMES, Run, select
@@ -59,7 +59,7 @@ def answer(run: Run) -> list[str]:
     served_shares = [
         f"{_policy(name)} serves {text.percent(row['lookup_hit_rate'])}"
         for name, row in by_name.items()
-        if name not in IDEALS
+        if name not in IDEAL_CACHES
     ]
     optimum = by_name["offline"]
     return [
@@ -127,7 +127,7 @@ def _ideal_sentences(by_name: dict[str, pd.Series], optimum: pd.Series) -> list[
     served_shares = [
         f"{_policy(name)} {text.percent(row['row_hit_rate'])}"
         for name, row in by_name.items()
-        if name not in IDEALS
+        if name not in IDEAL_CACHES
     ]
     sentences = [
         f"Of the distinct rows of a batch, which determine how much is moved, "
@@ -233,7 +233,7 @@ def figures(run: Run) -> list[Figure]:
 
 def policy_curve(contender: str, x: Floats, y: Floats) -> Curve:
     """Return the curve of a policy; ideals are dashed."""
-    if contender not in IDEALS:
+    if contender not in IDEAL_CACHES:
         return contender_curve(contender, x, y)
     return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, is_on_top=True)
 
@@ -389,7 +389,7 @@ def _filling_figure(run: Run) -> Figure | None:
     if headline is None:
         return None
     cell_arms = {
-        (r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEALS
+        (r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEAL_CACHES
     }
     records = [r for r in run.records if (r["cell"], r["arm"]) in cell_arms and r["status"] == "ok"]
     records = [r for r in records if "cache_rows" in r]

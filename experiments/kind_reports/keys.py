@@ -12,7 +12,7 @@ import pandas as pd
 
 from experiments.config.schema import OPERATIONS
 from experiments.config.sweep import SWEEP
-from experiments.kinds.keys import YARDSTICK
+from experiments.kinds.keys import BASE_OPERATION
 from experiments.report import charts, text
 from experiments.report.charts import Row, Scale
 from experiments.report.data import Run, select
@@ -50,7 +50,7 @@ def good_operations(run: Run) -> pd.DataFrame:
 def answer(run: Run) -> list[str]:
     """State the subject's find* rate at the headline, with ratios to others and ceilings."""
     rows = select(good_operations(run), section=run.headline)
-    subject_rows = select(rows, contender=run.subject.contender, phase=YARDSTICK)
+    subject_rows = select(rows, contender=run.subject.contender, phase=BASE_OPERATION)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
     subject_row = subject_rows.iloc[0]
@@ -85,7 +85,7 @@ def _name(row: pd.Series) -> str:
 def _format_ratio(row: pd.Series) -> str:
     """Return a row's ratio and the operation and table that it compares with."""
     name = _name(row)
-    operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
+    operation = "" if row["phase"] == BASE_OPERATION else f" ({row['operation']})"
     return f"{text.ratio(row)} that of {name}{operation}"
 
 
@@ -137,8 +137,8 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
     """Return a line per row; axes whose values differ between rows have columns."""
     varied_axes = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
 
-    def is_yardstick(row: pd.Series) -> bool:
-        return bool(row["contender"] == run.subject.contender and row["phase"] == YARDSTICK)
+    def is_base(row: pd.Series) -> bool:
+        return bool(row["contender"] == run.subject.contender and row["phase"] == BASE_OPERATION)
 
     columns: dict[str, Column] = {
         "table": lambda r: str(r["label"]),
@@ -148,7 +148,7 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "M keys/s": lambda r: number_value(r["keys_per_s"] / 1e6),
         "2³⁰ keys/s": lambda r: number_value(r["keys_per_s"] / 2**30),
         f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio_value(
-            r, is_baseline=is_yardstick(r)
+            r, is_baseline=is_base(r)
         ),
         "keys stored": lambda r: count_value(r["keys_there"]),
         "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.config.sweep import PLAIN, TRAINED
+from experiments.config.sweep import PLAIN, QUALITY_METHODS
 from experiments.kinds.base import CaseReport
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
@@ -45,10 +45,10 @@ NOTES = (
 NEGLIGIBLE_LOSS = 0.001  # of AUC; a smaller loss counts as none
 TENSOR_TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
 MIN_EXCESS = 0.01  # of the bytes of a share; a smaller excess is not stated
-_MARKERS = "osDv^P*XhpdH<>o"  # of methods, in the order of TRAINED
+_MARKERS = "osDv^P*XhpdH<>o"  # of methods, in the order of QUALITY_METHODS
 HEIGHT = 4.2  # inches of a panel
 METHOD_SHIFT = 0.022  # shift between methods of equal size, in powers of two
-MIDDLE_METHOD = 10  # index in TRAINED of the method that is drawn without a shift
+MIDDLE_METHOD = 10  # index in QUALITY_METHODS of the method that is drawn without a shift
 
 
 def answer(run: Run) -> list[str]:
@@ -63,14 +63,15 @@ def answer(run: Run) -> list[str]:
     changes = [f"{_signed(r['auc_change'])} on {r['data']}" for _, r in subject_rows.iterrows()]
     ratios = subject_rows["ratio"]
     ratio_range = " to ".join(dict.fromkeys(map(text.times, (ratios.min(), ratios.max()))))
+    method = QUALITY_METHODS[run.subject.contender]
     headline = (
-        f"With {_share_words(share)} of the bytes of the large tables "
-        f"({TRAINED[run.subject.contender]}), the AUC changes by {text.listed(changes)}, and a "
-        f"step takes {ratio_range} the time of one with plain tables."
+        f"With {_format_share(share)} of the bytes of the large tables ({method}), the AUC changes "
+        f"by {text.listed(changes)}, and a step takes {ratio_range} the time of one with plain "
+        "tables."
     )
     return [
         headline,
-        _best_sentence(run, rows_at_share),
+        _best_sentence(rows_at_share),
         *_smallest_share_sentence(rows),
         *_order_sentence(rows_at_share),
     ]
@@ -85,7 +86,7 @@ def _case_sentence(run: Run) -> list[str]:
     """State the AUC of the first model with tensor trains; [] without one."""
     train_rows = select(good_results(run), contender=TENSOR_TRAINS[0])
     return [
-        f"Trained on {row['data']} data with tensor trains of {_share_words(row['share'])} of the "
+        f"Trained on {row['data']} data with tensor trains of {_format_share(row['share'])} of the "
         f"bytes of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from "
         "plain."
         for _, row in train_rows.head(1).iterrows()
@@ -104,16 +105,18 @@ def _headline_share(run: Run, rows: pd.DataFrame) -> float:
     return float(min(shares, key=lambda s: abs(math.log(s / headline_share)), default=1.0))
 
 
-def _best_sentence(run: Run, rows_at_share: pd.DataFrame) -> str:
-    """Name the method with the highest AUC on each data set."""
+def _best_sentence(rows_at_share: pd.DataFrame) -> str:
+    """Name the method with the highest AUC on each data set, of those with a result."""
     best = rows_at_share.loc[rows_at_share.groupby("data", sort=False)["auc"].idxmax()]
     names = [
-        f"on {r['data']} {TRAINED[str(r['contender'])]}, {_change(r)}" for _, r in best.iterrows()
+        f"on {r['data']} {QUALITY_METHODS[str(r['contender'])]}, {_change(r)}"
+        for _, r in best.iterrows()
     ]
-    return f"Best of {len(run.config.contenders) - 1} methods: {'; '.join(names)}."
+    num_methods = text.count(rows_at_share["contender"].nunique(), "method")
+    return f"Best of {num_methods}: {'; '.join(names)}."
 
 
-def _share_words(share: float) -> str:
+def _format_share(share: float) -> str:
     """Return a share as a fraction, e.g. '1/16'."""
     return f"1/{1 / share:g}"
 
@@ -138,15 +141,15 @@ def _smallest_share_sentence(rows: pd.DataFrame) -> list[str]:
             (group["contender"] != PLAIN) & (group["auc_change"] >= -NEGLIGIBLE_LOSS)
         ]
         train_rows = rows_without_loss[rows_without_loss["contender"].isin(TENSOR_TRAINS)]
-        smallest = [
-            f"{name} down to {_share_words(method_rows['share'].min())}"
-            f" ({TRAINED[str(method_rows.loc[method_rows['share'].idxmin(), 'contender'])]})"
-            for name, method_rows in (
-                ("any method", rows_without_loss),
-                ("a tensor train", train_rows),
-            )
-            if len(method_rows)
-        ]
+        smallest = []
+        for name, method_rows in (
+            ("any method", rows_without_loss),
+            ("a tensor train", train_rows),
+        ):
+            if len(method_rows):
+                row = method_rows.loc[method_rows["share"].idxmin()]
+                method = QUALITY_METHODS[str(row["contender"])]
+                smallest.append(f"{name} down to {_format_share(row['share'])} ({method})")
         smallest_by_data.append(f"{data}: {', '.join(smallest) or 'no method at any share'}")
     if not smallest_by_data:
         return []
@@ -167,8 +170,8 @@ def _order_sentence(rows: pd.DataFrame) -> list[str]:
 def _results_table(rows: pd.DataFrame) -> Table:
     """Return a row per method and share."""
     columns: dict[str, Column] = {
-        "tables": lambda r: TRAINED.get(str(r["contender"]), str(r["contender"])),
-        "share": lambda r: Value(_share_words(r["share"]), r["share"]),
+        "tables": lambda r: QUALITY_METHODS.get(str(r["contender"]), str(r["contender"])),
+        "share": lambda r: Value(_format_share(r["share"]), r["share"]),
         "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
         "change of AUC": lambda r: _change_value(r, "auc_change"),
         "change of log loss": lambda r: _change_value(r, "log_loss_change"),
@@ -214,13 +217,13 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
         method_rows = [by_data.loc[n] if n in by_data.index else None for n in names]
         changes = [text.DASH if row is None else _change(row) for row in method_rows]
         steps = [text.DASH if row is None else text.times(row["ratio"]) for row in method_rows]
-        lines.append([TRAINED[str(method)], *changes, " · ".join(steps)])
+        lines.append([QUALITY_METHODS[str(method)], *changes, " · ".join(steps)])
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
         f"{command}:",
         "",
-        f"Change of AUC with large tables of {_share_words(share)} of their bytes, mean of {seeds} "
-        "with its 95 % interval, and the time of a step ÷ plain on each."
+        f"Change of AUC with large tables of {_format_share(share)} of their bytes, mean of "
+        f"{seeds} with its 95 % interval, and the time of a step ÷ plain on each."
         + excess_sentence(rows_at_share),
         "",
         *markdown_table(["tables", *names, "step"], lines).splitlines(),
@@ -236,7 +239,7 @@ def excess_sentence(rows_at_share: pd.DataFrame) -> str:
     parts = []
     for method, group in factors.groupby(rows_at_share["contender"], sort=False):
         ends = dict.fromkeys(f"{100 * (end - 1):.0f} %" for end in (group.min(), group.max()))
-        parts.append(f"{TRAINED[str(method)]}, by {' to '.join(ends)}")
+        parts.append(f"{QUALITY_METHODS[str(method)]}, by {' to '.join(ends)}")
     return f" More than these bytes had: {'; '.join(parts)}." if parts else ""
 
 
@@ -288,7 +291,7 @@ def figures(run: Run) -> list[Figure]:
         ),
         Figure(
             "quality_time",
-            f"What is lost at which step time, with {_share_words(share)} of the bytes",
+            f"What is lost at which step time, with {_format_share(share)} of the bytes",
             f"{mark_note} Up and to the left is better.",
             "",
             _panels(rows_at_share, "ratio", time_scale),
@@ -324,7 +327,7 @@ def _format_change(value: float) -> str:
 
 def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
     """Return the curve of a method: change of AUC against a column, with intervals."""
-    method_index = list(TRAINED).index(method)
+    method_index = list(QUALITY_METHODS).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
     has_intervals = not low.isna().any()
@@ -335,7 +338,7 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
         x,
         rows["auc_change"],
         INK if method == PLAIN else list(COLOURS.values())[method_index],
-        TRAINED[method],
+        QUALITY_METHODS[method],
         marker=_MARKERS[method_index % len(_MARKERS)],
         line="-" if column == "times_smaller" else "",
         width=1.2,

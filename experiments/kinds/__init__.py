@@ -42,12 +42,15 @@ def find(name: str) -> Kind:
 
 
 def expand(config: Config) -> list[Cell]:
-    """Return the cells of a run, resolved and capped; raise UsageError.
+    """Return the cells of a run, resolved and capped, in the order of their measurement.
 
     Cases come before the sweep, so that an interrupted run has its headline, unless the kind says
     `sweep_first`. Cells that a cap makes equal, and arms of a cell with one key, are measured once:
     samples of the second would count as further processes of the first. timing.max_cells limits
     the cells of the sweep.
+
+    Raises:
+        UsageError: see `Kind.cells` and `resolve`.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)
@@ -65,9 +68,12 @@ def expand(config: Config) -> list[Cell]:
 
 
 def resolve(cell: Cell, *, sized: bool) -> Cell:
-    """Complete a cell by the tables of its trace file; raise UsageError for an unusable file.
+    """Return the cell, completed by the tables of its trace file; other cells are unchanged.
 
     `sized` is True if tables will be built, so that their rows must be known.
+
+    Raises:
+        UsageError: the trace file is missing or unusable, or does not state the rows.
     """
     if cell.workload.distribution is not Distribution.trace:
         return cell

@@ -58,8 +58,8 @@ class Ranks(Enum):
     OF_WORLDS = "sharding.worlds"  # a cell per world, whose ranks share the tables
 
 
-class Sort(Enum):
-    """The sort of contenders that an experiment may have, see `check_sort`."""
+class ContenderType(Enum):
+    """The type of contenders that an experiment may have, see `check_contender_types`."""
 
     BAGS = "contenders that look up bags"
     KEYED = "hash tables"
@@ -75,14 +75,14 @@ class ArmRules:
         only: the only arm of every cell, in place of contenders.
         computed: arms that every cell of the sweep has in addition to contenders.
         choices: computed arms and methods that `contenders` may name.
-        contenders: sort of the contenders.
+        contenders: type of the contenders.
         ranks: number of processes that measure a cell together.
     """
 
     only: str = ""
     computed: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    contenders: Sort = Sort.BAGS
+    contenders: ContenderType = ContenderType.BAGS
     ranks: Ranks = Ranks.ONE
 
 
@@ -114,7 +114,7 @@ class Measurement:
     packages: tuple[str, ...] = ()
 
 
-class Compared(IntEnum):
+class Comparability(IntEnum):
     """The comparisons that a kind's numbers permit; a level includes those of lower value."""
 
     NOTHING = 0
@@ -129,15 +129,15 @@ class Reporting:
 
     Attributes:
         module: module with NOTES, `answer`, `figures` and other functions that `Kind` calls.
-        rebuild: "module:function" of a function (directory of a run) -> answer, which writes a
-            report of the kind's own; "" for the usual report.
-        compared: comparisons that the numbers permit.
-        success: sentence about failures if there are none.
+        rebuild: "module:function" of a function (directory of a run) -> answer, which writes the
+            kind's special report; "" for the usual report.
+        comparability: comparisons that the numbers permit.
+        success: sentence about failures if there are none; {count} is the number of records.
     """
 
     module: str = ""
     rebuild: str = ""
-    compared: Compared = Compared.ROUNDS
+    comparability: Comparability = Comparability.ROUNDS
     success: str = "None: all {count} measurements ran and agreed with the reference."
 
 
@@ -171,7 +171,10 @@ class CaseReport:
 
 
 class Kind:
-    """A kind of experiment.
+    """A kind of experiment: its cells, their measurement and their report.
+
+    The methods below "Cells" and "Measuring" are called before and while a run measures, those
+    below "Reporting" when its report is written, which may be later and on another machine.
 
     Attributes:
         name: name in `kind=NAME`.
@@ -206,7 +209,12 @@ class Kind:
             raise UsageError(f"device.ranks: only kind=time has ranks, this is {self.name}{hint}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
-        """Return the cells of the cases, and the cells of the sweep."""
+        """Return the cells of the cases, and the cells of the sweep, before caps.
+
+        Raises:
+            UsageError: a rule of the sweep cannot be read, zipped axes differ in length, or a file
+                is missing.
+        """
         cases = [c for cell in self.case_cells(config) for c in self.variants(cell, config)]
         swept = [c for cell in self.swept_cells(config) for c in self.variants(cell, config)]
         return cases, swept
@@ -223,7 +231,8 @@ class Kind:
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
         """Raise UsageError for values of `options` that break a rule.
 
-        `prefix` names the case that has the options; it is empty for options of the run.
+        `options` has every option of the kind. `prefix` is "cases.NAME." for options of a case, and
+        "" for those of the run.
         """
         for name, rule in self.option_rules.items():
             value, option = options[name], f"{prefix}options.{name}"
@@ -251,12 +260,12 @@ class Kind:
     # Measuring
 
     def measure(self, cell: Cell, session: Session, seconds: float) -> list[Record]:
-        """Measure a cell in this process; `seconds` is the budget for timing."""
+        """Measure a cell in this process and return its records; `seconds` is for timing."""
         records: list[Record] = load(self.measurement.cell)(cell, session, seconds)
         return records
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the line that the terminal shows for a measured cell."""
+        """Return the line that the terminal shows for the records of a measured cell."""
         return outcomes_line("step", records, lambda r: f"{1e3 * median_of(r, 'step'):.3g} ms")
 
     # Reporting
@@ -270,7 +279,10 @@ class Kind:
         return self._call_report("write_files", {}, run)
 
     def rebuild(self, path: Path) -> str | None:
-        """Write the kind's own report of the run in `path`; return its answer, None without one."""
+        """Write the kind's special report of the run in `path`; return its answer.
+
+        None if the kind has the usual report, which is not written here.
+        """
         return str(load(self.reporting.rebuild)(path)) if self.reporting.rebuild else None
 
     def answer(self, run: Run) -> list[str]:
@@ -286,11 +298,11 @@ class Kind:
         return self._call_report("tables", (), run)
 
     def case_report(self, run: Run) -> CaseReport:
-        """Return what the report of another kind's experiment shows of cases of this kind."""
+        """Return the section about cases of this kind in the report of another kind."""
         return self._call_report("case_report", CaseReport(), run)
 
     def how_to_read(self) -> Sequence[str]:
-        """Return notes about the kind's numbers for the reader."""
+        """Return the paragraphs about the kind's numbers for "How to read this"."""
         module = self.reporting.module
         return getattr(importlib.import_module(module), "NOTES", ()) if module else ()
 
@@ -315,12 +327,12 @@ class Kind:
     def _call_report(self, name: str, default: Any, *arguments: Any) -> Any:
         """Call a function of the reporting module; return `default` if it has none."""
         module = importlib.import_module(self.reporting.module) if self.reporting.module else None
-        part = getattr(module, name, None)
-        return part(*arguments) if part else default
+        function = getattr(module, name, None)
+        return function(*arguments) if function else default
 
 
 def load(target: str) -> Callable[..., Any]:
-    """Import the object that "module:name" refers to."""
+    """Import the object that "module:name" refers to; raise ImportError or AttributeError."""
     module_name, _, object_name = target.partition(":")
     target_object: Callable[..., Any] = getattr(importlib.import_module(module_name), object_name)
     return target_object
@@ -340,22 +352,29 @@ def outcomes_line(
 
 
 def median_of(record: Record, phase: str) -> float:
-    """Return the median seconds of a record's phase."""
+    """Return the median seconds of a record's phase; raise KeyError if it has no such phase."""
     return statistics.summarise([seconds for _, seconds in record["samples"][phase]]).median
 
 
-def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
-    """Raise UsageError unless all contenders are of the sort `wanted`, which must not be BOTH.
+def check_contender_types(prefix: str, names: Sequence[str], wanted: ContenderType) -> None:
+    """Raise UsageError unless all contenders are of the type `wanted`.
 
-    Names of computed arms and methods are skipped.
+    Args:
+        prefix: "cases.NAME." or "", for the message.
+        names: names of contenders; those of computed arms and methods are skipped.
+        wanted: any type but BOTH.
     """
     for name in names:
         entry = registry.facts_of(name)
-        sort = Sort.KEYED if entry.keyed else Sort.SERVED if entry.served else Sort.BAGS
-        if sort is wanted or name not in registry.names():
+        actual = ContenderType.BAGS
+        if entry.keyed:
+            actual = ContenderType.KEYED
+        elif entry.served:
+            actual = ContenderType.SERVED
+        if actual is wanted or name not in registry.names():
             continue
-        if Sort.SERVED in (sort, wanted):
-            prefix_no = "no " * (wanted is Sort.SERVED)
+        if ContenderType.SERVED in (actual, wanted):
+            prefix_no = "no " * (wanted is ContenderType.SERVED)
             raise UsageError(
                 f"{prefix}contenders: {name} has {prefix_no}read-only tables; those are measured "
                 "in kind=serving"

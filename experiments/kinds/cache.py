@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.schema import Config, Mode, UsageError
-from experiments.config.sweep import EXACT, IDEALS
+from experiments.config.sweep import EXACT_CACHES, IDEAL_CACHES
 from experiments.contenders import registry
 from experiments.kinds import base
 from experiments.results.store import Record
@@ -24,7 +24,11 @@ class Cache(base.Kind):
     """Answer which share of the lookups a cache of a given size serves."""
 
     name = "cache"
-    arms = base.ArmRules(computed=tuple(IDEALS), choices=tuple(EXACT), contenders=base.Sort.BOTH)
+    arms = base.ArmRules(
+        computed=tuple(IDEAL_CACHES),
+        choices=tuple(EXACT_CACHES),
+        contenders=base.ContenderType.BOTH,
+    )
     measurement = base.Measurement(
         "experiments.measure.cache:cache_cell", effort=base.Effort.ONCE, modes=(Mode.hot,)
     )
@@ -36,7 +40,10 @@ class Cache(base.Kind):
     def check(self, config: Config) -> None:
         super().check(config)
         entries = registry.entries().items()
-        permitted_names = (*(name for name, entry in entries if entry.variants == "cache"), *EXACT)
+        permitted_names = (
+            *(name for name, entry in entries if entry.variants == "cache"),
+            *EXACT_CACHES,
+        )
         if not set(config.contenders) <= set(permitted_names):
             raise UsageError(
                 f"contenders: traces (kind=cache) are for {', '.join(permitted_names)}"

@@ -19,8 +19,8 @@ from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-# Ratios divide a time by the time of this operation of the subject, at the same load.
-YARDSTICK = "find_slots"
+# The base of ratios: a time is divided by the time of this operation of the subject, at equal load.
+BASE_OPERATION = "find_slots"
 
 
 class Keys(base.Kind):
@@ -43,7 +43,7 @@ class Growth(Keys):
 
     name = "growth"
     cell_kinds = base.CellKinds(cases="")
-    arms = base.ArmRules(contenders=base.Sort.KEYED)
+    arms = base.ArmRules(contenders=base.ContenderType.KEYED)
     measurement = base.Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
     reporting = base.Reporting("experiments.kind_reports.growth")
 
@@ -66,8 +66,8 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
 
     Columns: `load` (keys ÷ slots), `slots`, `keys_there` (keys stored), `lookups` (keys per call),
     `hits` (share of a call's keys that are present), `keys_per_s`, `bytes` of the table, and those
-    of `metrics.timed_columns`. `ratio` is the time ÷ that of YARDSTICK of the contender `subject`
-    at the same load.
+    of `metrics.timed_columns`. `ratio` is the time ÷ that of BASE_OPERATION of the contender
+    `subject` at the same load.
     """
     return metrics.phase_rows(
         records,
@@ -75,7 +75,7 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
         lambda record: f"{subject}@{record['load']:g}",
         _row,
         phases_of=lambda group: metrics.sampled_phases(group, ""),
-        pooled_base=with_yardstick_samples,
+        pooled_base=with_base_samples,
     )
 
 
@@ -90,7 +90,7 @@ def _row(
     record = (ok_records or records)[0]
     timed = metrics.timed_columns(
         ok_records,
-        with_yardstick_samples(metrics.usable_records(base_records), phase),
+        with_base_samples(metrics.usable_records(base_records), phase),
         phase,
         pools,
     )
@@ -111,17 +111,20 @@ def _row(
     }
 
 
-def with_yardstick_samples(records: Sequence[Record], phase: str) -> list[Record]:
-    """Return records whose samples of `phase` are those of YARDSTICK; skip records without any."""
+def with_base_samples(records: Sequence[Record], phase: str) -> list[Record]:
+    """Return copies of records, with the samples of BASE_OPERATION as those of `phase`.
+
+    Records without samples of BASE_OPERATION are skipped.
+    """
     return [
-        r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
+        r | {"samples": {phase: r["samples"].get(BASE_OPERATION, [])}}
         for r in records
-        if r["samples"].get(YARDSTICK)
+        if r["samples"].get(BASE_OPERATION)
     ]
 
 
 def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return growth.csv: a row per table that grew, over all processes.
+    """Return growth.csv: a row per table that was to grow, over all processes.
 
     `section`, `cell`, `contender`, `arm`, `label`, and the axes of the workload identify the table.
     `status` and `reason` are the outcome, `processes` the number of good records. Of the first
@@ -144,6 +147,7 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     longest_call = statistics.summarise([max(seconds) for seconds in by_process if seconds])
     total_time = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
     peak_bytes, final_bytes = (_median(ok_records, name) for name in ("peak_bytes", "kept_bytes"))
+    has_memory = bool(final_bytes) and not math.isnan(peak_bytes)
     names = ("section", "cell", "contender", "arm", "label", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -158,12 +162,11 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
         "total_s": total_time.median,
         "peak_bytes": peak_bytes,
         "kept_bytes": final_bytes,
-        "peak_over_kept": peak_bytes / final_bytes
-        if final_bytes and not math.isnan(peak_bytes)
-        else math.nan,
+        "peak_over_kept": peak_bytes / final_bytes if has_memory else math.nan,
     }
 
 
 def _median(records: Sequence[Record], name: str) -> float:
+    """Return the median of an entry over the records that have it; nan if none has it."""
     values = [float(r[name]) for r in records if r.get(name) is not None]
     return statistics.summarise(values).median

@@ -27,7 +27,9 @@ class Micro(base.Kind):
     name = "micro"
     cell_kinds = base.CellKinds(sweep=base.TIME)
     runner = "experiments.run.micro:run"
-    reporting = base.Reporting("experiments.kind_reports.micro", compared=base.Compared.MACHINES)
+    reporting = base.Reporting(
+        "experiments.kind_reports.micro", comparability=base.Comparability.MACHINES
+    )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latency.csv: a row per benchmark."""
@@ -37,7 +39,13 @@ class Micro(base.Kind):
 def records_of(
     benchmarks: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
 ) -> list[Record]:
-    """Return a record per benchmark of pytest-benchmark's JSON, with the seconds of a call."""
+    """Return a record per benchmark, with the seconds of a call.
+
+    Args:
+        benchmarks: JSON of pytest-benchmark with single times (`stats.data`).
+        identity: entries that every record has, such as run_id.
+        replicate: number of the process that measured.
+    """
     return [
         _record(benchmark, identity, replicate) | {"order": order}
         for order, benchmark in enumerate(benchmarks["benchmarks"])
@@ -65,7 +73,10 @@ def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate
 
 
 def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) -> list[Record]:
-    """Return a record per failed test in the summary of pytest's output."""
+    """Return a record per failed test in the summary of pytest's output.
+
+    `identity` and `replicate` are those of `records_of`.
+    """
     matches = [m for line in output.splitlines() if (m := FAILURE_LINE.match(line.strip()))]
     return [
         _common(identity, replicate, m[2].partition("::")[2], "failed")
@@ -131,7 +142,7 @@ def _row(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the entries of run.json about records; `jobs` is the number of records."""
+    """Return the entries of run.json about records: `cells`, `jobs` (records), `outcomes`."""
     return {
         "cells": len({r["cell"] for r in records}),
         "jobs": len(records),

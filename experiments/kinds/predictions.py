@@ -31,7 +31,7 @@ class PredictionsOptions:
         ranks: TT ranks of the tensor trains, a cell per rank.
         lookups: lookups per batch.
         skews: exponents of the Zipf distribution of ids; 0 is uniform.
-        cached: cached rows ÷ all rows, besides steps without a cache.
+        cached: cached rows ÷ all rows, in addition to steps without a cache.
         rounds: samples per kind of step.
     """
 
@@ -63,7 +63,7 @@ class Predictions(base.Kind):
     )
     reporting = base.Reporting(
         "experiments.kind_reports.predictions",
-        compared=base.Compared.NOTHING,
+        comparability=base.Comparability.NOTHING,
         success="None: the steps of {count} tables were timed and predicted.",
     )
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import pandas as pd
 
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
-from experiments.config.sweep import PLAIN, TRAINED, Arm, Cell
+from experiments.config.sweep import PLAIN, QUALITY_METHODS, Arm, Cell
 from experiments.kinds import base
 from experiments.quality import DATA
 from experiments.results import metrics
@@ -70,7 +70,7 @@ class Quality(base.Kind):
         "large": base.OptionRule("in [0, 1]", lambda share: 0 <= share <= 1),
         "timed_steps": base.AT_LEAST_ONE,
     }
-    arms = base.ArmRules(choices=tuple(TRAINED))
+    arms = base.ArmRules(choices=tuple(QUALITY_METHODS))
     measurement = base.Measurement(
         "experiments.measure.quality:quality_cell",
         effort=base.Effort.TRAINED,
@@ -80,16 +80,15 @@ class Quality(base.Kind):
     )
     reporting = base.Reporting(  # compared by seed, which its notes explain
         "experiments.kind_reports.quality",
-        compared=base.Compared.MACHINES,
+        comparability=base.Comparability.MACHINES,
         success="None: all {count} models were trained.",
     )
 
     def check(self, config: Config) -> None:
         super().check(config)
-        if unknown := [name for name in config.contenders if name not in TRAINED]:
-            raise UsageError(
-                f"contenders: kind=quality trains {', '.join(TRAINED)}, not {', '.join(unknown)}"
-            )
+        if unknown := [name for name in config.contenders if name not in QUALITY_METHODS]:
+            methods = ", ".join(QUALITY_METHODS)
+            raise UsageError(f"contenders: kind=quality trains {methods}, not {', '.join(unknown)}")
         if config.optimizer is not Optimizer.adagrad:
             raise UsageError("optimizer: kind=quality trains tables with adagrad")
 
@@ -125,6 +124,7 @@ class Quality(base.Kind):
 
 
 def _arms(methods: Sequence[str], options: Mapping[str, Any]) -> tuple[Arm, ...]:
+    """Return an arm per distinct method and share, the largest share first; one for PLAIN."""
     shares = sorted(options["shares"], reverse=True)
     return tuple(
         arm
@@ -134,7 +134,14 @@ def _arms(methods: Sequence[str], options: Mapping[str, Any]) -> tuple[Arm, ...]
 
 
 def _with_file(cell: Cell) -> Cell:
-    """Return the cell with the file of its data set, whose checksum identifies the point."""
+    """Return the cell with the file of its data set in the workload, and the file's checksum.
+
+    Cells of data sets without a file are returned as they are. A file with another content has
+    another checksum, so that its results are not mixed with earlier ones.
+
+    Raises:
+        UsageError: there is no such file, or options.path is empty.
+    """
     name = cell.options["data"][0]
     if name not in FILE_DATA:
         return cell
@@ -225,7 +232,7 @@ class MeanInterval(NamedTuple):
 
 
 def t_interval(values: Sequence[float]) -> MeanInterval:
-    """Return the mean of values and its interval."""
+    """Return the mean of values and its 95 % t-interval, see `MeanInterval`."""
     mean, count = _mean(values), len(values)
     if count < 2:
         return MeanInterval(mean, math.nan, math.nan)

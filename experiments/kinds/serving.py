@@ -51,11 +51,11 @@ class Serving(base.Kind):
         "loads": base.OptionRule("in (0, 1)", lambda load: 0 < load < 1, may_be_empty=True),
         "rounds": base.AT_LEAST_ONE,
     }
-    arms = base.ArmRules(contenders=base.Sort.SERVED)
+    arms = base.ArmRules(contenders=base.ContenderType.SERVED)
     measurement = base.Measurement("experiments.measure.serving:serving_cell", modes=(Mode.hot,))
     reporting = base.Reporting(
         "experiments.kind_reports.serving",
-        compared=base.Compared.NOTHING,
+        comparability=base.Comparability.NOTHING,
         success="None: all {count} measurements ran, and their sums agreed with float32 rows.",
     )
 

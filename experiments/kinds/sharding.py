@@ -75,7 +75,7 @@ class Sharding(OverRanks):
     name = "sharding"
     measurement = base.Measurement("experiments.measure.sharding:sharding_cell")
     reporting = base.Reporting(
-        "experiments.kind_reports.sharding", compared=base.Compared.PROCESSES
+        "experiments.kind_reports.sharding", comparability=base.Comparability.PROCESSES
     )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -93,7 +93,7 @@ class Calibration(OverRanks):
     )
     reporting = base.Reporting(
         "experiments.kind_reports.calibration",
-        compared=base.Compared.MACHINES,
+        comparability=base.Comparability.MACHINES,
         success="None: the constants of {count} worlds were measured.",
     )
 
@@ -103,7 +103,10 @@ class Calibration(OverRanks):
 
 
 def counterpart(contender: str) -> str:
-    """Return emblib's contender with the sharding type of a contender of TorchRec, or ""."""
+    """Return emblib's contender with the sharding type of a contender of TorchRec.
+
+    It is "" for a contender that is not TorchRec's.
+    """
     if contender in ("torchrec_fused", "torchrec_unsharded"):
         return "collection"
     sharding_type = contender.removeprefix("torchrec_")
@@ -165,7 +168,7 @@ def _row(
 
 
 def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the successful steps in `rows` of `frame`, with times of parts and efficiency.
+    """Return the steps in `rows` of `frame` that have a time, with times of parts and efficiency.
 
     New columns: compute_s, and communication_s, the rest of the step (nan for a contender without
     parts); base_s, the step of one rank, see `_one_rank_batch`; and efficiency, base_s ÷ median_s,
@@ -269,7 +272,10 @@ class Agreement(NamedTuple):
 
 
 def prediction_agreement(rows: pd.DataFrame) -> Agreement:
-    """Compare the measured steps in `rows` of `predictions` with their predictions."""
+    """Compare the measured steps in `rows` of `predictions` with their predictions.
+
+    Steps of worlds that were not measured are skipped.
+    """
     measured = rows[~rows["beyond"]] if len(rows) else rows
     if len(measured) < 3:
         return Agreement(math.nan, math.nan, len(measured))

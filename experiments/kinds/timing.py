@@ -19,7 +19,9 @@ class Timing(base.Kind):
     name = base.TIME
     arms = base.ArmRules(ranks=base.Ranks.OF_RUN)
     measurement = base.Measurement("experiments.measure.timing:measure_cell")
-    reporting = base.Reporting("experiments.kind_reports.time", compared=base.Compared.PROCESSES)
+    reporting = base.Reporting(
+        "experiments.kind_reports.time", comparability=base.Comparability.PROCESSES
+    )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return results.csv: a row per cell, contender, mode and phase."""
@@ -31,5 +33,5 @@ class Anchor(base.Kind):
 
     name = "anchor"
     cell_kinds = base.CellKinds(sweep=base.TIME)
-    arms = base.ArmRules(contenders=base.Sort.BOTH)
+    arms = base.ArmRules(contenders=base.ContenderType.BOTH)
     reporting = base.Reporting("experiments.kind_reports.anchor")

@@ -52,7 +52,7 @@ class Trace(base.Kind):
     )
     reporting = base.Reporting(
         "experiments.kind_reports.trace",
-        compared=base.Compared.NOTHING,
+        comparability=base.Comparability.NOTHING,
         success="None: all {count} sets of lookups were read.",
     )
 
@@ -73,7 +73,7 @@ class Trace(base.Kind):
 
 
 def good_records(records: Sequence[Record]) -> list[TraceRecord]:
-    """Return the good records of the kind."""
+    """Return the records of traces that were analysed without an error."""
     return [
         cast(TraceRecord, r) for r in records if r.get("kind") == Trace.name and r["status"] == "ok"
     ]
@@ -90,6 +90,7 @@ def tables(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _table_rows(record: TraceRecord) -> Iterator[dict[str, Any]]:
+    """Yield the rows of tables.csv for the tables of a record."""
     for table in record["tables"]:
         numbers: Mapping[str, Any] = table
         zipf_fit: Mapping[str, float | None] = table["fit"] or {

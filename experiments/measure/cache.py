@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from experiments.config.schema import Order
-from experiments.config.sweep import COMPUTED, EXACT, Cell
+from experiments.config.sweep import COMPUTED_ARMS, EXACT_CACHES, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender
 from experiments.contenders.key_checks import CHECKED_KEYS, verify_key_table
@@ -75,7 +75,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
             if registry.facts_of(arm.contender).keyed:
                 ids = [_global_rows(batch, shapes) for batch in pool.batches]
                 samples = run_keys(arm.contender, ids, cache_rows, session)
-            elif arm.contender in COMPUTED:
+            elif arm.contender in COMPUTED_ARMS:
                 samples, extra = _run_ideal(arm.contender, trace, cache_rows, cell, shapes)
             else:
                 samples = _visit_batches(build(arm.contender, task_of(cell, arm, session)), pool)
@@ -138,7 +138,7 @@ def _run_ideal(
     shapes: tuple[TableShape, ...],
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Return the counters of an ideal cache per counted batch, and further entries of a record."""
-    if name in EXACT:
+    if name in EXACT_CACHES:
         hits = cache_bounds.run_policy(trace, cache_rows, cache_bounds.Policy[name])
         return cache_bounds.counter_samples(trace, hits), {}
     if name == "offline":

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.config.schema import AXES, Mode, UsageError
 from experiments.config.sweep import SWEEP, Arm, variants_of
 from experiments.kinds import KINDS, Kind, find
-from experiments.kinds.base import TIME, CaseReport, Compared
+from experiments.kinds.base import TIME, CaseReport, Comparability
 from experiments.report import text
 from experiments.results.metrics import mode_of, replicate_of
 from experiments.results.store import Record, read_config, read_json, read_records
@@ -248,11 +248,11 @@ class Run:
 
     def processes_per_cell(self) -> Mapping[str, int]:
         """Return the number of processes of each cell that has a record to compare by process."""
-        kinds = {name: find(name).reporting.compared for name in KINDS}
+        kinds = {name: find(name).reporting.comparability for name in KINDS}
         processes = {
             (record["cell"], replicate_of(record))
             for record in self.records
-            if kinds[record.get("kind", TIME)] is Compared.PROCESSES
+            if kinds[record.get("kind", TIME)] is Comparability.PROCESSES
         }
         return Counter(cell for cell, _ in processes)
 

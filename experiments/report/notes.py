@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from experiments.config.schema import PHASES, Mode
-from experiments.kinds.base import Compared
+from experiments.kinds.base import Comparability
 from experiments.machine.ceilings import MeasuredCeilings
 from experiments.machine.flags import MINOR, explain
 from experiments.report import text
@@ -82,7 +82,7 @@ VERDICTS = (
 
 def how_to_read(run: Run) -> list[str]:
     """Return the notes that apply to this run; [] for kinds that do not compare by rounds."""
-    if run.kind.reporting.compared < Compared.ROUNDS:
+    if run.kind.reporting.comparability < Comparability.ROUNDS:
         return []
     notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
     has_intervals = max(run.processes_per_cell().values(), default=0) > 1

@@ -19,7 +19,7 @@ import pytest
 
 from experiments import compare, configure
 from experiments.compare import confounders, figures, machines, pages
-from experiments.compare.confounders import Weight
+from experiments.compare.confounders import Importance
 from experiments.compare.machines import Comparison, NotComparable
 from experiments.compare.pages import machines_table, points_table
 from experiments.config.schema import UsageError
@@ -138,7 +138,7 @@ def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -
 
     other = make(tmp_path / "other", partly, device="another CPU", hardware_id="x")
     found = Comparison.read([CPU, other])
-    lines = found.left_out
+    lines = found.exclusions
     assert "sweep, D=128: not measured on another CPU" in lines
     assert "fbtt_readme, TBE: no result on another CPU (oom: needed 191 GiB)" in lines
     rows = found.points
@@ -177,12 +177,12 @@ def test_what_differs_besides_the_machine_is_a_red_banner(
 ) -> None:
     other = make(tmp_path / "other", device="another CPU", hardware_id="x", **environment)
     found = confounders.find_differences(machines.read_machines([CPU, other]))
-    assert (Weight.confounder, what, text) in [(d.weight, d.what, d.text) for d in found]
+    assert (Importance.confounder, what, text) in [(d.importance, d.fact, d.text) for d in found]
     again = make(tmp_path / "again", device="another CPU", hardware_id="x")
     assert not [
         d
         for d in confounders.find_differences(machines.read_machines([CPU, again]))
-        if d.weight is Weight.confounder
+        if d.importance is Importance.confounder
     ]
 
 
@@ -193,8 +193,8 @@ def test_another_configuration_is_a_confounder_and_sizes_are_a_remark(tmp_path: 
     assert "B: 2048" in config
     changed = config.replace("optimizer: sgd", "optimizer: adagrad").replace("B: 2048", "B: 4096")
     (other / "config.yaml").write_text(changed)
-    found = {d.what: d for d in confounders.find_differences(machines.read_machines([CPU, other]))}
-    assert found["configuration"].weight is Weight.confounder
+    found = {d.fact: d for d in confounders.find_differences(machines.read_machines([CPU, other]))}
+    assert found["configuration"].importance is Importance.confounder
     assert found["configuration"].text == "optimizer"
     assert found["sizes chosen for the machine"].text == "cases.criteo.workload.B"
 
@@ -208,9 +208,10 @@ def test_other_packages_batches_and_ranks_are_confounders(tmp_path: Path) -> Non
     config = (two / "config.yaml").read_text()
     (two / "config.yaml").write_text(config.replace("  pool: 8", "  pool: 1"))
     found = {
-        d.what: d.weight for d in confounders.find_differences(machines.read_machines([one, two]))
+        d.fact: d.importance
+        for d in confounders.find_differences(machines.read_machines([one, two]))
     }
-    strong = {what for what, weight in found.items() if weight is Weight.confounder}
+    strong = {what for what, weight in found.items() if weight is Importance.confounder}
     assert strong == {"fbgemm-gpu", "the harness's measuring code", "batches in turn"}
 
 
@@ -218,7 +219,7 @@ def test_modes_that_differ_are_said_and_a_shared_one_is_chosen(tmp_path: Path) -
     cold = make(tmp_path / "cold", lambda r: {**r, "mode": "cold"}, gpu=GPU, device=GPU["name"])
     found = machines.read_machines([CPU, cold])
     assert [m.mode for m in found] == ["hot", "cold"]
-    assert "mode of timing" in [d.what for d in confounders.find_differences(found)]
+    assert "mode of timing" in [d.fact for d in confounders.find_differences(found)]
 
 
 def test_two_runs_of_one_machine_have_names_of_their_own(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_two_runs_of_one_machine_have_names_of_their_own(tmp_path: Path) -> None
     found = machines.read_machines([CPU, other])
     names = ["AMD EPYC, 2 threads (c08ea94)", "AMD EPYC, 2 threads (0123456)"]
     assert [m.label for m in found] == names
-    assert "hardware" in [d.what for d in confounders.find_differences(found)]
+    assert "hardware" in [d.fact for d in confounders.find_differences(found)]
     later = make(tmp_path / "later", time_utc="2027-01-02T03:04:05+00:00")
     names = [m.label for m in machines.read_machines([CPU, later])]
     assert names == [f"AMD EPYC, 2 threads ({t})" for t in ("2026-11-21 10:07", "2027-01-02 03:04")]

@@ -23,7 +23,7 @@ import dataclasses
 import pandas as pd
 
 from experiments.config.schema import Mode
-from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement, Reporting
+from experiments.kinds.base import ArmRules, Comparability, Effort, Kind, Measurement, Reporting
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class Locality(Kind):
     arms = ArmRules(only="lookups")
     measurement = Measurement(effort=Effort.ONCE, modes=(Mode.hot,), makes_tables=False)
     reporting = Reporting(
-        compared=Compared.MACHINES, success="None: {count} workloads were drawn."
+        comparability=Comparability.MACHINES, success="None: {count} workloads were drawn."
     )
 
     def measure(self, cell, session, seconds):

@@ -18,7 +18,7 @@ import torch
 from emblib.reference.cache import CacheModel
 from experiments import configure
 from experiments.config.schema import CacheConfig, Config, TimingConfig, WorkloadConfig
-from experiments.config.sweep import IDEALS, Cell, arms_of
+from experiments.config.sweep import IDEAL_CACHES, Cell, arms_of
 from experiments.kind_reports.cache import headline_rows
 from experiments.kinds import cache, expand
 from experiments.measure.cache import cache_cell, trace_of
@@ -33,7 +33,7 @@ CACHE = CacheConfig(fractions=[0.05, 0.3], warm_batches=4, batches=5)
 
 
 def cell(*contenders: str, **changes: object) -> Cell:
-    arms = arms_of([*contenders, *IDEALS], [], CACHE.fractions)
+    arms = arms_of([*contenders, *IDEAL_CACHES], [], CACHE.fractions)
     plain = Cell("sweep", "a trace", WORK, arms, cache=CACHE, kind="cache")
     return dataclasses.replace(plain, **changes)
 
@@ -118,7 +118,7 @@ def test_cells_of_the_experiment() -> None:
     assert [c.kind for c in cells] == ["time", "cache", "cache"]
     assert [c.workload.s for c in cells] == [1.05, 1.05, 0.5]
     assert {a.key for a in cells[0].arms} >= {"tbe", "cached_lru@0.01", "disk_lru@0.3"}
-    assert {a.contender for a in cells[1].arms} == {"cached_lru", "cached_lfu", *IDEALS}
+    assert {a.contender for a in cells[1].arms} == {"cached_lru", "cached_lfu", *IDEAL_CACHES}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.config.sweep import TRAINED
+from experiments.config.sweep import QUALITY_METHODS
 from experiments.contenders.registry import Unsupported
 from experiments.quality.methods import METHODS, Method, MethodTask
 
@@ -47,7 +47,7 @@ def some_ids(count: int = 64) -> torch.Tensor:
 
 
 def test_every_method_has_a_label() -> None:
-    assert list(METHODS) == list(TRAINED)
+    assert list(METHODS) == list(QUALITY_METHODS)
 
 
 @pytest.mark.parametrize("name", METHODS)
