@@ -80,14 +80,17 @@ class Contender(ABC):
 
     @abstractmethod
     def forward(self, prepared: Any) -> Tensor:
-        """Return the pooled rows, float32 [B, sum D], without recording gradients.
+        """Return the pooled rows, float32 [B, sum D] on the device, without recording gradients.
 
         Columns are in the order of the task's tables, or in another one that `expect` uses too.
         """
 
     @abstractmethod
     def step(self, prepared: Any) -> None:
-        """Run forward, backward from the batch's gradient, and the update of the parameters."""
+        """Run forward, backward from the batch's gradient, and the update of the parameters.
+
+        On a GPU the work may be left on the current stream.
+        """
 
     def parts(self, prepared: Any) -> dict[str, Callable[[], object]]:
         """Return the parts of a step that can be timed separately, {name: call}; {} without any.
@@ -112,12 +115,15 @@ class Contender(ABC):
         """Set the counters to zero; the content of the cache stays."""
 
     def flops(self, batch: Batch) -> dict[str, float]:
-        """Return the floating-point operations of each phase; {} if they are not counted."""
+        """Return the floating-point operations of each of PHASES; {} if they are not counted."""
         return {}
 
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of "weights" and "optimizer_state", and of "cache" if there is one."""
+        """Return the bytes of "weights" and "optimizer_state", and of "cache" if there is one.
+
+        Gradients do not count.
+        """
 
     @abstractmethod
     def observe(self, batch: Batch) -> State:
@@ -188,7 +194,10 @@ def read_rows(weights: Iterable[Tensor], batch: Batch, task: Task) -> State:
 
 
 def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
-    """Return the bytes of the tensors in the states of torch.optim; step counters do not count."""
+    """Return the bytes of the tensors in the states of torch.optim, one state per parameter.
+
+    0-dimensional tensors, the counters of steps, do not count.
+    """
     values = (value for state in states for value in state.values())
     return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim() > 0)
 
@@ -204,7 +213,11 @@ def join_columns(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """Sum rows[positions] bag by bag, on the host: float32 [bags, D]."""
+    """Sum rows[positions] bag by bag: float32 [bags, D].
+
+    All tensors are on the host: rows float32 [rows, D], positions int64 [L], offsets int64
+    [bags + 1].
+    """
     num_bags = offsets.numel() - 1
     bag_of_lookup = torch.repeat_interleave(torch.arange(num_bags), offsets.diff())
     return torch.zeros(num_bags, rows.size(1)).index_add(0, bag_of_lookup, rows[positions])

@@ -14,7 +14,7 @@ from experiments.contenders.base import OneModule, State, Task, touched_ids
 from experiments.contenders.tables import optimizer_of
 from experiments.workloads.workload import Batch
 
-FILLED_LOAD = 0.75  # rows per slot: low enough that every key finds a slot
+FILLED_LOAD = 0.75  # rows ÷ slots, low enough that every key gets a slot
 IDS_PER_FILL = 1 << 18  # ids per forward while the tables are filled
 MAX_MISSES = 1 << 20  # rows that one batch may miss in the fast tier: the default on a CPU
 Prepared = tuple[Tensor, Tensor, Tensor]  # ids, offsets, gradient of the output
@@ -44,7 +44,10 @@ class Dynamic(OneModule):
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
     def _offsets(self, table: int, num_bags: int, num_ids: int) -> Tensor:
-        """Return the offsets of a batch that looks up `num_ids` ids of one table in equal bags."""
+        """Return the offsets of a batch that looks up `num_ids` ids of one table in equal bags.
+
+        int64 [F * num_bags + 1] on the device; `num_bags` must divide `num_ids`.
+        """
         bag_sizes = torch.zeros(len(self.task.shapes), num_bags, dtype=torch.int64)
         bag_sizes[table] = num_ids // max(1, num_bags)
         ends = bag_sizes.view(-1).cumsum(0)
@@ -179,6 +182,7 @@ class DynamicNew(Dynamic):
         super()._fill()
 
     def _new_keys(self, num_keys: int) -> Tensor:
+        """Return keys that were never used, int64 [num_keys] on the device."""
         first, self.next_key = self.next_key, self.next_key + num_keys
         return torch.arange(first, self.next_key, device=self.task.device)
 

@@ -65,6 +65,7 @@ class Fbgemm(OneModule):
         )
 
     def _options(self) -> dict[str, Any]:
+        """Return further arguments of the module."""
         return {}
 
     def nbytes(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from experiments.config.schema import OPERATIONS
 from experiments.contenders.registry import Unsupported as Unsupported
 from experiments.machine.bandwidth import CacheLines
 
-Prepared = tuple[Tensor, Tensor]  # keys int64 [keys] and values float32 [keys, dim]
+Prepared = tuple[Tensor, Tensor]  # keys int64 [n] and values float32 [n, dim]
 ENTRY_BYTES = 17  # bytes per slot of a table that evicts by LRU: key, stamp and tag
 
 
@@ -41,11 +41,11 @@ class KeyTable(ABC):
     """A table of keys, built for a KeyTask.
 
     The operations named by `operations` are timed; `prepare` and `erase` are not. `fill` is timed
-    only where growth is measured. `find_slots` must work even if `operations` does not name it. An
-    operation takes the result of `prepare`, whose values it may overwrite. It may leave work on the
-    GPU's current stream. Keys and slots are int64 [keys]; the slot of a missing key is `absent`,
-    and equal keys have equal slots. Values are float32 [keys, dim]. Results are on the table's
-    device.
+    only where growth is measured. `find_slots` must work even if `operations` does not name it; the
+    other operations, and `erase`, raise NotImplementedError unless a table has them. An operation
+    takes the result of `prepare`, whose values it may overwrite. It may leave work on the
+    GPU's current stream. Keys and slots are int64 [n]; the slot of a missing key is `absent`, and
+    equal keys have equal slots. Values are float32 [n, dim]. Results are on the table's device.
 
     Attributes:
         operations: names of the operations that the table has.
@@ -84,7 +84,7 @@ class KeyTable(ABC):
         """Return the slots of keys, without changing the table."""
 
     def find(self, prepared: Any) -> Tensor:
-        """Return the values of keys; values of absent keys are unspecified."""
+        """Return the values of keys, without changing the table; an absent key may have any."""
         raise NotImplementedError
 
     def find_or_insert_slots(self, prepared: Any) -> Tensor:
@@ -267,7 +267,7 @@ class RandomLines(KeyTable):
         self.num_filled += len(keys)
 
     def prepare(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the position of the word to read for each key, int64 [keys]."""
+        """Return the position of the word to read for each key, int64 [n]."""
         return self.lines.positions(keys)
 
     def find_slots(self, prepared: Tensor) -> Tensor:

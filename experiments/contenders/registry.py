@@ -95,7 +95,10 @@ class Entry:
     torch_release: str = ""
 
     def missing(self) -> str:
-        """Return what is not installed and the command for it; "" if the contender can run."""
+        """Return what is not installed and the command for it; "" if nothing is missing.
+
+        Nothing is imported: `load` may still raise Missing.
+        """
         if self.variable and not self.library_path():
             return f"not built here: {self.install}"
         if all(find_installed(requirement) for requirement in self.requires):
@@ -112,7 +115,7 @@ class Entry:
         return Path(spec.origin) if spec is not None and spec.origin else None
 
     def versions(self) -> dict[str, str]:
-        """Return {package: version} of the installed packages among `requires`."""
+        """Return {package: version} of the installed packages among `requires`, as installed."""
         pairs = (find_installed(requirement) for requirement in self.requires)
         return dict(pair for pair in pairs if pair)
 
@@ -173,25 +176,36 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Entry:
-    """Return the entry of a contender; raise RegistryError for an unknown name."""
+    """Return the entry of a contender.
+
+    Raises:
+        RegistryError: the name is unknown, or `entries` raises it.
+    """
     if name not in entries():
         raise RegistryError(f"no contender '{name}'. There is: {', '.join(names())}")
     return entries()[name]
 
 
 def build(name: str, task: Any) -> Any:
-    """Build a contender by name; raise Unsupported if it cannot do the task.
+    """Build a contender by name.
 
     Args:
-        name: name of the contender; RegistryError if it is unknown.
+        name: name of the contender.
         task: argument of its class: a `base.Task`, of a hash table a `keys.KeyTask`, of read-only
             tables their shapes, a sequence of TableShape.
+
+    Raises:
+        RegistryError: the name is unknown.
+        Unsupported: the contender cannot do the task, or (Missing) a package is not installed.
     """
     return find(name).load()(task)
 
 
 def facts_of(name: str) -> Entry:
-    """Return the entry of a contender; a contender that no longer exists is known by name only."""
+    """Return the entry of a contender; for an unknown name, an entry with the defaults.
+
+    Runs that are stored may have contenders that no longer exist.
+    """
     return entries().get(name) or Entry(name, name, THIS_FOLDER / TABLE, "")
 
 
@@ -213,8 +227,8 @@ def identity(name: str) -> dict[str, str]:
 def _read_entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
     """Read the entries of all folders; raise RegistryError for a file that is missing or wrong.
 
-    `torch` is the installed version, or "". The result is cached per argument, because tests
-    change both.
+    `torch` is the installed version, or "". The result is cached per pair of arguments, because
+    tests change both; a later change of a file is not noticed.
     """
     entries_by_name: dict[str, Entry] = {}
     for folder in folders:
@@ -223,14 +237,17 @@ def _read_entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
             table = yaml.safe_load(path.read_text()) or {}
         except FileNotFoundError as error:
             raise RegistryError(f"EMBLIB_CONTENDERS: there is no {path}") from error
-        except yaml.YAMLError as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise RegistryError(f"{path}: {' '.join(str(error).split())}") from error
         if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
             raise RegistryError(f"{path}: it must have an entry 'name: {{class: ..., ...}}' each")
-        versions_of_word = table.get("_by_torch", {})
+        versions_of_word = _parse_versions(path, table.get("_by_torch", {}))
         for name, yaml_facts in ((str(key), facts) for key, facts in table.items()):
             if name.startswith("_"):
                 continue
+            requires = yaml_facts.get("requires", [])
+            if not isinstance(requires, list):
+                raise RegistryError(f"{path}: {name}: requires must be a list, got {requires!r}")
             facts = _fill_versions(yaml_facts, versions_of_word, torch)
             if name in entries_by_name:
                 raise RegistryError(f"{path}: the name '{name}' is taken; choose another")
@@ -238,21 +255,35 @@ def _read_entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
     return entries_by_name
 
 
+def _parse_versions(path: Path, by_word: Mapping[Any, Any]) -> dict[str, dict[str, str]]:
+    """Check `_by_torch` of a contenders.yaml; return {word: {release of torch: version}}."""
+    for word, versions in by_word.items():
+        is_map = isinstance(versions, dict) and bool(versions)
+        # Without quotes, YAML reads 2.10 as the number 2.1.
+        if not is_map or not all(isinstance(x, str) for pair in versions.items() for x in pair):
+            raise RegistryError(
+                f"{path}: _by_torch: {word} must be like {{'2.10': '1.5.0'}}, got {versions!r}"
+            )
+    return {str(word): versions for word, versions in by_word.items()}
+
+
 def _fill_versions(
     facts: Mapping[str, Any], versions_of_word: Mapping[str, Mapping[str, str]], torch: str
 ) -> dict[str, Any]:
-    """Return the facts with each {word} replaced by its version for the installed torch."""
+    """Return the facts with each {word} replaced by its version for the installed torch.
+
+    `versions_of_word` is the result of `_parse_versions`.
+    """
     filled = dict(facts)
     for word, version_of_release in versions_of_word.items():
         braced, release = f"{{{word}}}", _nearest_release(list(version_of_release), torch)
         requires = [str(text) for text in filled.get("requires", ())]
         if any(braced in text for text in requires):
+            version = version_of_release[release]
             filled["torch_release"] = release
-            filled["requires"] = [
-                text.replace(braced, version_of_release[release]) for text in requires
-            ]
+            filled["requires"] = [text.replace(braced, version) for text in requires]
             if "install" in filled:
-                filled["install"] = filled["install"].replace(braced, version_of_release[release])
+                filled["install"] = str(filled["install"]).replace(braced, version)
     return filled
 
 
@@ -283,11 +314,13 @@ def _parse_entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     for key, value in facts.items():
         if key not in fields or key in ("name", "file", "cls"):
             raise RegistryError(f"{location}: no fact '{key}'")
-        if key != "label" and type(value) is not type(fields[key].default):
-            type_name = type(fields[key].default).__name__
-            raise RegistryError(f"{location}: {key} must be a {type_name}, got {value!r}")
+        fact_type = str if key == "label" else type(fields[key].default)
+        if type(value) is not fact_type:
+            raise RegistryError(f"{location}: {key} must be a {fact_type.__name__}, got {value!r}")
     if facts.get("variants", "") not in VARIANTS:
         raise RegistryError(f"{location}: variants must be one of {VARIANTS}")
+    if not 0 <= facts.get("new_keys", 0.0) <= 1:
+        raise RegistryError(f"{location}: new_keys must be in [0, 1], got {facts['new_keys']}")
     for text in facts["requires"]:
         if not all(REQUIREMENT.fullmatch(part) for part in str(text).split(" | ")):
             raise RegistryError(
@@ -298,7 +331,10 @@ def _parse_entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
 
 @functools.cache  # a lookup reads files, and every cell asks for the version of torch
 def find_installed(requirement: str) -> tuple[str, str] | None:
-    """Return (package, version) of the first installed alternative of a requirement, or None."""
+    """Return (package, version) of the first installed alternative of a requirement, or None.
+
+    A requirement is "package==version", alternatives separated by " | "; only the package counts.
+    """
     for alternative in requirement.split(" | "):
         package = alternative.partition("==")[0]
         if version := installed_version(package):

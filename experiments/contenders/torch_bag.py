@@ -21,7 +21,8 @@ from experiments.contenders.base import (
 )
 from experiments.workloads.workload import Batch
 
-Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]  # (ids, offsets) per feature; gradient
+# (ids, offsets) per feature, and the gradient of the output; all on the device
+Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 
 
 class TableByTable(Contender):

@@ -42,7 +42,7 @@ class TTTables(Contender):
         self.plain_tables = BatchedTables(plain_task) if self.plain else None
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
-        """Build the module of the compressed tables, whose shapes are given."""
+        """Build the module of the compressed tables from their shapes."""
         return emblib.TableBatchedTTEmbeddingBags(
             tt_specs(self.task, shapes), optimizer_of(self.task), device=self.task.device
         )
