@@ -71,6 +71,9 @@ class TableCollection(nn.Module):
     `groups` does the lookups. The handles of the tables are submodules under `handles_name`, so
     parameters and state dicts have one entry per table. A collection is as thread-safe as its
     tables (docs/threads.md).
+
+    A subclass names its handles and the class of its configurations, and passes its arguments,
+    which `EmbeddingBagCollection` describes with their errors.
     """
 
     handles_name: ClassVar[str]

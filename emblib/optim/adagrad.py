@@ -88,7 +88,8 @@ _DECAYS = (None, L2, Decoupled, AdagradW)
 class RelativeThreshold:
     """A threshold of `floor(fraction_of_largest * largest)`.
 
-    `largest` is the largest count of the table plus 1, as in `TailRate`.
+    `largest` is the largest count of the table plus 1, as in `TailRate`. `Counter` checks that the
+    fraction is finite.
 
     Example:
         >>> emblib.optim.Counter(threshold=emblib.optim.RelativeThreshold(0.5)).threshold
@@ -187,6 +188,9 @@ class CowClip:
         coefficient: factor of the norm of the row in the bound, >= 0.
         lower_bound: minimum of the bound per occurrence, >= 0.
 
+    Raises:
+        ValueError: a number is not finite, or `coefficient` or `lower_bound` is negative.
+
     Example:
         >>> clip = emblib.optim.CowClip(coefficient=1.0, lower_bound=1e-4)
         >>> [state.name for state in emblib.optim.RowwiseAdagrad(0.1, counter=clip).states]
@@ -211,7 +215,10 @@ class GlobalDecay:
         rate: rate of the decay.
         start: first step at which a row is decayed for the steps it missed; before it, a row decays
             only at the steps that update it.
-        lower_bound: the minimum of the combined factor of missed steps, at most 1.
+        lower_bound: the minimum of the combined factor of missed steps, in [0, 1].
+
+    Raises:
+        ValueError: a number is not finite, `rate` is negative, or `lower_bound` is outside [0, 1].
 
     Example:
         >>> decay = emblib.optim.GlobalDecay(rate=1e-3)

@@ -310,6 +310,9 @@ class LARS(Optimizer):
         momentum: weight of the old `m`, in [0, 1).
         eta: factor of the learning rate in `a`, >= 0.
 
+    Raises:
+        ValueError: `momentum` is outside [0, 1), or another number is negative or not finite.
+
     Example:
         >>> emblib.optim.LARS(lr=0.1, momentum=0.9).states
         (State(name='momentum_buffer', per_row=False),)
@@ -389,6 +392,9 @@ class External(Optimizer):
 
     Args:
         gradient: form of the gradient; cores of tensor trains get a dense one for SPARSE too.
+
+    Raises:
+        ValueError: one of these does not have its default, or `gradient` is unknown.
 
     Example:
         >>> optimizer = emblib.optim.External()

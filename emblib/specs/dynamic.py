@@ -164,8 +164,11 @@ class PerFeature:
     `FrequencyAdmission.threshold` and `DynamicSpec.ttl` take it for tables that features share.
 
     Args:
-        values: the values. The ttl of a feature may be None: a key that this feature has used does
-            not expire.
+        values: the values, at least one. The ttl of a feature may be None: a key that this feature
+            has used does not expire.
+
+    Raises:
+        ValueError: there are no values.
 
     Example:
         >>> spec = emblib.DynamicSpec(100, 4, ttl=emblib.PerFeature(1, 100))
@@ -176,7 +179,7 @@ class PerFeature:
         tensor([False,  True])
     """
 
-    values: tuple[Any, ...]  # at least one, else ValueError
+    values: tuple[Any, ...]
 
     def __init__(self, *values: Any) -> None:
         if not values:

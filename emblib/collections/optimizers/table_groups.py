@@ -168,7 +168,11 @@ class _GroupTables:
         return changes.entries
 
     def convert(self, entries: dict[str, Any]) -> tuple[hyperparameters.GroupChanges, Optimizer]:
-        """Return the changes that entries make, and the optimizer with them."""
+        """Return the changes that entries make, and the optimizer with them.
+
+        Raises:
+            ValueError: the tables cannot adopt an entry, such as `params`.
+        """
         if "params" in entries:
             raise ValueError(
                 "the parameters of a group are those of its tables: make a new FusedOptimizer"
