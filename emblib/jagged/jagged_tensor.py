@@ -388,7 +388,8 @@ def num_padding(offsets: Tensor | None) -> int:
     """
     if offsets is None or torch.compiler.is_compiling() or type(offsets) is not Tensor:
         return 0
-    return int(offsets[0]) if offsets.is_cpu or (offsets.is_cuda and is_padded()) else 0
+    is_read = offsets.is_cpu or (offsets.is_cuda and is_padded())
+    return max(int(offsets[0]), 0) if is_read else 0
 
 
 def drop_first(tensor: Tensor, count: int) -> Tensor:

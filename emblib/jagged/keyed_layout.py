@@ -29,8 +29,7 @@ def num_padding_of(batch: Any) -> int:
     value_offsets = batch.offset_per_key_or_none()
     if value_offsets is None or torch.compiler.is_compiling():
         return num_padding(batch.offsets_or_none())
-    padding: int = value_offsets[0]
-    return padding
+    return max(int(value_offsets[0]), 0)
 
 
 def first_position_of_keys(keys: Sequence[str]) -> dict[str, int]:

@@ -57,6 +57,8 @@ def _padded_offsets(values: Any, lengths: Any) -> Tensor | None:
     if torch.compiler.is_compiling() or not is_padded():
         return None
     if not (isinstance(values, Tensor) and isinstance(lengths, Tensor)):
+        return None  # in `tree_map` leaves may be any objects
+    if values.dim() == 0 or lengths.dim() != 1:
         return None
     offsets = running_sums(lengths)
     return offsets + (values.size(0) - offsets[-1:])
