@@ -21,6 +21,7 @@ from emblib.jagged.jagged_tensor import (
     flat_integers,
     keyed_text,
     missing_bags_error,
+    num_padding,
     offset_count_error,
     refuse_dtype,
     running_sums,
@@ -476,7 +477,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             return [self._values.size(0) * f // count for f in range(len(self._keys) + 1)]
         if self._stride_per_key_per_rank is None:
             if not self._stride:
-                return [0] * (len(self._keys) + 1)
+                return [num_padding(offsets)] * (len(self._keys) + 1)
             return offsets[:: self._stride].tolist()
         first_bags = torch.tensor(self.lengths_offset_per_key(), device=offsets.device)
         return offsets[first_bags].tolist()
