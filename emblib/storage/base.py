@@ -11,7 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeGuard, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    Self,
+    SupportsIndex,
+    TypeGuard,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
@@ -83,6 +93,7 @@ class TableSlice:
     tensor train can be cut only between slices of its first core, see `emblib.storage.TensorTrain`.
 
     Raises:
+        TypeError: a bound of a range is not an int.
         ValueError: a range is empty or outside of the table; or the storage refuses the slice.
 
     Example:
@@ -106,6 +117,8 @@ class TableSlice:
         for name, (begin, end), size in zip(
             ("rows", "columns"), (self.rows, self.columns), sizes, strict=True
         ):
+            if not all(isinstance(bound, SupportsIndex) for bound in (begin, end)):
+                raise TypeError(f"{name} of a slice must be two ints, got {begin!r} and {end!r}")
             if not 0 <= begin < end <= size:
                 raise ValueError(
                     f"{name} of a slice of {self.config.name!r} must be a range that is not empty "

@@ -130,8 +130,15 @@ class TableHandle(nn.Module):
     def dense_rows(self) -> Tensor:
         """Return the rows as floats `[rows, dim]`, possibly a view.
 
-        Only for storages with `Storage.has_dense_rows`.
+        Raises:
+            RuntimeError: `Storage.has_dense_rows` is false, e.g. because ids share stored rows.
         """
+        if not self._storage.has_dense_rows:
+            raise RuntimeError(
+                f"table {self.name!r} does not store one row of floats per id, its storage is "
+                f"{type(self._storage).__name__}: look up the ids whose rows you need, or read "
+                "what is stored with views()"
+            )
         return self.views()["weight"]
 
     def dense_blocks(self) -> Iterator[Tensor]:

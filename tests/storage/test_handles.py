@@ -28,7 +28,16 @@ from emblib import (
     TTSpec,
     optim,
 )
-from emblib.storage import Dense, Hash, Hashed, QuotientRemainder, TensorTrain
+from emblib.storage import (
+    Dense,
+    Hash,
+    Hashed,
+    Narrow,
+    QuotientRemainder,
+    Storage,
+    TableSlice,
+    TensorTrain,
+)
 
 ADAM = optim.Adam(0.1)
 BATCH = (torch.tensor([1, 2, 3, 4, 1]), torch.tensor([0, 2, 5]))
@@ -325,3 +334,17 @@ def test_a_model_warns_once_of_a_dtype() -> None:
         with pytest.warns(UserWarning, match="tables keep their dtypes") as caught:
             model.half()
         assert len(caught) == 1
+
+
+@pytest.mark.parametrize("storage", [Hash(), Hashed(3), QuotientRemainder(5), Narrow(4)])
+def test_rows_that_are_not_stored_one_per_id_are_refused(storage: Storage) -> None:
+    handle = collection(storage=storage).handles()["t0"]
+    with pytest.raises(RuntimeError, match=r"'t0' does not store one row .* views\(\)"):
+        handle.dense_rows()
+    with pytest.raises(RuntimeError, match="does not store one row"):
+        next(handle.dense_blocks())
+
+
+def test_bounds_of_slices_are_ints() -> None:
+    with pytest.raises(TypeError, match=r"rows of a slice must be two ints, got 0 and 1\.5"):
+        TableSlice(EmbeddingBagConfig(4, 3, "t"), rows=(0, 1.5), columns=(0, 3))
