@@ -29,16 +29,19 @@ from experiments.timing.clock import UnsupportedMode
 from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
-Built = TypeVar("Built")  # the contender or table of an arm
+Built = TypeVar("Built")  # a contender or table that was built for an arm
 # Tolerance ÷ largest element, for float32 sums of thousands of terms in another order.
 MAX_ERROR = 1e-3
 ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weight
 
 
 def verify(contender: Contender, batch: Batch) -> None:
-    """Compare a forward and a step of a contender with the reference; raise Wrong if they differ.
+    """Compare a forward and a step of a contender with the reference.
 
-    The contender must not have made a step before. The parameters stay updated by the step.
+    The contender must not have made a step before. Afterwards its parameters are updated by one.
+
+    Raises:
+        Wrong: an output or an update differs by more than rounding explains, or is not finite.
     """
     state_before = contender.observe(batch)
     output, expected_state = contender.expect(batch, state_before)
@@ -57,10 +60,11 @@ def verify(contender: Contender, batch: Batch) -> None:
 
 
 def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """Raise Wrong unless the tensors have one shape and are equal within the tolerance.
+    """Raise Wrong unless the tensors have the same shape and are equal within the tolerance.
 
-    The tolerance is `tolerance` plus MAX_ERROR of the largest expected element, which must be
-    finite. `expected` is on the CPU, `actual` on any device.
+    The permitted error is `tolerance` (a scalar or of that shape) plus MAX_ERROR times the largest
+    expected element, which must be finite. `expected` is on the CPU, `actual` on any device.
+    `subject` begins the message.
     """
     actual, expected = actual.detach().cpu().float(), expected.float()
     if actual.shape != expected.shape:
@@ -85,10 +89,12 @@ class Outcome:
         mode: mode of the samples.
         status: "ok", "missing", "unsupported", "wrong", "oom", "timeout" or "error".
         reason: message of the error; "" for "ok".
-        measured: samples.
+        measured: samples, and what was observed with them.
         peak_bytes: peak memory of a step (`memory.peak_bytes`); None if it was not measured.
-        nbytes: bytes of parameters, see `Contender.nbytes`.
-        counters: counts of the cache over all batches, see `Contender.counters`.
+        nbytes: bytes of parameters, optimizer state and cache, see `Contender.nbytes`; {} if they
+            were not measured.
+        counters: counts of the cache in one pass over all batches, see `Contender.counters`; {}
+            without a cache.
         flops: floating-point operations per phase, mean over the batches; {} if unknown.
     """
 
@@ -103,7 +109,7 @@ class Outcome:
     flops: dict[str, float] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
-        """Set status and reason from an error; an unexpected error is stated with file and line."""
+        """Set status and reason by an error. The reason of an unexpected one has file and line."""
         self.status = status_of(error)
         is_unexpected = self.status == "error" and not isinstance(error, Died)
         message = str(error).strip() or type(error).__name__
@@ -111,7 +117,7 @@ class Outcome:
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Turn an `Exception` of the body into this arm's failure, so that other arms go on."""
+        """Return a context that turns an `Exception` into this arm's failure: other arms go on."""
         try:
             yield
         except Exception as error:
@@ -121,19 +127,19 @@ class Outcome:
 def build_arms(
     cell: Cell, session: Session, build: Callable[[Arm], Built]
 ) -> tuple[dict[str, Outcome], dict[str, Built]]:
-    """Build the arms of a cell; return their outcomes, and what was built, by the arms' keys.
+    """Call `build` with each arm of a cell; return the outcomes and the results by the arms' keys.
 
-    An error of `build` becomes the arm's outcome; the second mapping then lacks the arm.
+    The outcome of an arm is "ok", or the error of `build`; the results lack an arm with an error.
     The order of building is random (by the session's seed), because memory that is allocated first
     can be faster.
     """
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
-    built: dict[str, Built] = {}
+    results: dict[str, Built] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
-            built[arm.key] = build(arm)
-    return outcomes, built
+            results[arm.key] = build(arm)
+    return outcomes, results
 
 
 def status_of(error: Exception) -> str:
@@ -152,7 +158,7 @@ def status_of(error: Exception) -> str:
 def pool_entries(pool: Pool) -> dict[str, Any]:
     """Return the entries of a record about its batches.
 
-    `lookups` and `unique_rows` are means per batch, `pool_sha256` is the fingerprint,
+    `lookups` and `unique_rows` are means per batch, `pool_sha256` is the fingerprint of all ids,
     `pool_batches` the number of batches, `pool_folded` the number of ids outside their tables.
     """
     return {

@@ -1,10 +1,10 @@
-"""Measure a cell of kind predictions: time steps of a tensor train, and predict them.
+"""Measure a cell of kind predictions: time steps of a tensor train, and predict their times.
 
-The predicted time of a step is a sum of terms; each term is a count times a constant. TERMS count
-the work on the train: steps, lookups, lookups of rows beyond a core's cache, distinct rows, and
-multiply-adds (`TableBatchedTTEmbeddingBags.work`). For a module with a row cache, TERMS count only
-lookups that miss it, and CACHE_TERMS are added: steps, lookups, and distinct ids. The constants are
-fitted to separate steps of uniform ids.
+The predicted time of a step is a sum; each summand is a count of work times a constant in seconds.
+TERMS names the counts of work on the train: steps, lookups, lookups of rows beyond a core's cache,
+distinct rows, and multiply-adds (`TableBatchedTTEmbeddingBags.work`). In a module with a row cache,
+TERMS count only the lookups that miss it, and CACHE_TERMS are added: steps, lookups, and distinct
+ids. The constants are fitted to other steps, of uniform ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from experiments.results.store import Record
 from experiments.timing import statistics
 from experiments.workloads import distributions
 
-# Names of the constants: seconds per step, per lookup, ...
+# Names of the counts and of their constants: seconds per step, per lookup, ...
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 ROW_AND_PRODUCT_TERMS = slice(TERMS.index("row"), None)  # distinct rows and multiply-adds
 CACHE_TERMS = ("step", "lookup", "row")
@@ -57,12 +57,11 @@ class TimedSteps:
 
     Attributes:
         module: module whose steps are timed.
-        batches: batches, of which the rounds take one after another.
-        terms: work of a batch on the cores, mean over the batches; columns as `TERMS`.
-        cache_terms: work of a batch on the cache, mean over the batches; columns as `CACHE_TERMS`,
-            empty without a cache.
-        facts: entry of `points` (`_Experiment.predict`) without times; empty for fitted steps.
-        samples: samples of the step time: (round, seconds).
+        batches: batches; each round takes the next one.
+        terms: counts of TERMS per step, mean over the batches, float64 [len(TERMS)].
+        cache_terms: counts of CACHE_TERMS per step, float64 [len(CACHE_TERMS)]; [0] if no cache.
+        facts: entry of `points` (`_Experiment.predict`) without times; {} for fitted steps.
+        samples: step times as (round, seconds).
     """
 
     module: Any
@@ -84,9 +83,10 @@ class TimedSteps:
 
 
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return the record of the only arm; `seconds` is not used, as `rounds` sets the duration.
+    """Return the record of the only arm, in a list.
 
-    Unless the arm failed, the record has the entries of `_Experiment.predict`.
+    Unless the arm failed, the record has the entries of `_Experiment.predict`. `seconds` is not
+    used: the option `rounds` sets the duration.
     """
     outcome, record = Outcome(cell.arms[0]), {}
     with outcome.catching():
@@ -284,9 +284,12 @@ class _Experiment:
 def _fit_constants(
     terms: np.ndarray, times_s: np.ndarray, divisors: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the constants >= 0 with the least sum of (error ÷ divisor)².
+    """Return the constants >= 0 with the least sum of (error ÷ divisor)², float64 [counts].
 
-    The divisors default to the times, which makes errors relative.
+    Args:
+        terms: counts of each kind of step, [steps, counts].
+        times_s: measured seconds, [steps].
+        divisors: divisors of the errors, [steps]; None for the times, which makes errors relative.
     """
     from scipy.optimize import nnls  # slow to import; few processes fit constants
 
@@ -297,10 +300,10 @@ def _fit_constants(
 
 
 def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
-    """Time each kind of step once per round, in random order, and add the samples.
+    """Time each kind of step once per round, in random order; append to the `samples` of `steps`.
 
-    A first round, beyond `rounds`, warms up. Times are processor times if torch has one thread,
-    else wall times.
+    Round 0 warms up and is not timed; rounds 1 to `rounds` are. Times are processor times if torch
+    has one thread, else wall times.
     """
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns

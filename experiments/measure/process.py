@@ -1,8 +1,8 @@
 """Fresh child processes with a pipe: a crash of a child cannot end the run.
 
 A fork server that has torch loaded starts a child in about 0.1 s. Children share no allocator
-state, threads or CUDA context. The parent gets `Died` from a child that crashed, was killed, or
-raised an error, and may start another one for the rest of the work.
+state, threads or CUDA context. If a child crashes, is killed or raises an error, `Child.receive`
+raises `Died` in the parent, which may start another child for the rest of the work.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ NOTE_BYTES = 128  # shared memory of a note: its text and a final zero
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a child: seconds of silence, and bytes of private memory beyond those at its start.
+    """Limits of a child.
 
-    Memory is limited on Linux only; None does not limit it.
+    Attributes:
+        seconds: maximum time without a message or another note.
+        memory_bytes: maximum of private memory beyond that at the child's start; None for no limit.
+            Only Linux enforces it.
     """
 
     seconds: float = math.inf
@@ -47,7 +50,7 @@ class Died(Exception):
     Attributes:
         status: "oom", "timeout" or "error".
         reason: message.
-        answered: True for an exception that the child itself reported.
+        answered: True for an exception that the child itself reported; False for a dead child.
     """
 
     def __init__(self, status: str, reason: str, *, answered: bool = False) -> None:
@@ -64,14 +67,20 @@ class _Raised:
 
 
 class Child:
-    """A child process that calls a function; as a context manager it ends the child.
+    """A child process that calls a function; the constructor starts it.
 
-    One thread may wait in `receive` while another calls `kill`. Other methods are for one thread.
+    As a context manager it ends the child: with `close`, after an exception at once. One thread may
+    wait in `receive` while another calls `kill`. Other methods are for one thread.
 
     Args:
-        target: "module:function"; the function is called with the pipe and the arguments.
+        target: "module:function"; the function is called with its end of the pipe (a `Connection`)
+            and the arguments. It answers by `pipe.send`.
         arguments: picklable arguments.
         limits: limits of time and memory.
+
+    Attributes:
+        limits: the argument.
+        process: the process.
     """
 
     def __init__(
@@ -90,7 +99,7 @@ class Child:
         child_end.close()
 
     def send(self, message: Any) -> None:
-        """Send a message to the child; raise Died if it has ended."""
+        """Send a picklable message to the child; raise Died if the child has ended."""
         try:
             self._pipe.send(message)
         except OSError:
@@ -102,13 +111,16 @@ class Child:
         return bytes(self._note.value).decode(errors="replace")
 
     def receive(self, watch: Callable[[str], object] | None = None) -> Any:
-        """Wait for the child's next message; raise Died if there is none or it is an exception.
+        """Wait for the child's next message, and return it.
 
         The time limit restarts whenever the note changes. A child that exceeds the limit is killed.
         The first note or message may take START_SECONDS, because the child may load libraries.
 
         Args:
-            watch: function that is called with the child's note every POLL_SECONDS.
+            watch: function that is called with the child's note about every POLL_SECONDS.
+
+        Raises:
+            Died: the child ended without a message, exceeded the time limit, or raised an error.
         """
         last_note = self.note
         is_loading = not (last_note or self._has_received)
@@ -156,7 +168,7 @@ class Child:
         return Died("error", f"the process crashed ({name})")
 
     def kill(self) -> None:
-        """Kill the child, and wait for its end."""
+        """Kill the child, and wait for its end; do nothing if it has ended."""
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -182,7 +194,7 @@ _child_note: list[Any] = []  # the shared memory of a child's note; empty in the
 def note(text: str) -> None:
     """Set the note of this child: its present activity, which the parent shows.
 
-    The text is cut to NOTE_BYTES - 1 bytes. Outside of a child this does nothing.
+    At most NOTE_BYTES - 1 bytes of the text are kept. Outside of a child this does nothing.
     """
     if _child_note:
         _child_note[0].value = text.encode()[: NOTE_BYTES - 1]
@@ -236,14 +248,14 @@ def die_with_parent() -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of an error, its message, and the file and line that raised it."""
+    """Return "Type: message (file.py:line)"; the line is the one that raised the error."""
     tail = traceback.extract_tb(error.__traceback__)[-1:]
     location = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in tail)
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}{location}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python, torch or the C++ allocator ran out of memory."""
+    """Return whether an error means that Python, torch or the C++ allocator ran out of memory."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -281,6 +293,9 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def request_signal_at_parent_end(number: signal.Signals) -> None:
-    """Request a signal to this process when its parent ends; do nothing except on Linux."""
+    """Let Linux send this process the signal `number` when its parent ends.
+
+    On other systems do nothing.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -30,9 +30,10 @@ SMOKE_SAMPLES = 600  # maximum number of samples in a smoke run
 
 
 def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
-    """Return a record per method and share of the bytes; `seconds` is not used.
+    """Return one record per arm: a method with a share of the bytes.
 
-    Replicates differ by the seed of initial values and of the order of samples.
+    If the samples cannot be read, all arms fail. Replicates differ by the seed of initial values
+    and of the order of samples. `seconds` is not used: training has no time limit.
     """
     options, plan = cell.options, _training_plan(cell, session)
     outcomes = {arm: Outcome(arm) for arm in cell.arms}
@@ -94,7 +95,11 @@ def _training_plan(cell: Cell, session: Session) -> TrainingPlan:
 def _train_all(
     cell: Cell, session: Session, data: Clicks, plan: TrainingPlan, outcomes: dict[Arm, Outcome]
 ) -> dict[Arm, TrainedModel]:
-    """Train every arm, plain tables first, because some methods start from their weights."""
+    """Train every arm; return the models of those that did not fail.
+
+    The plain tables are trained first, because some methods start from their weights. An error of
+    an arm is written into its outcome.
+    """
     trained_models: dict[Arm, TrainedModel] = {}
     plain_tables: StoredTables | None = None
 

@@ -1,10 +1,11 @@
 """Measure a cell of kind serving: requests of concurrent clients to read-only tables.
 
-Contenders take turns; a turn is a block of requests. In a closed block each client sends a request
-as soon as its last one was answered. That measures the highest rate of answers, but no request
-waits for another one. In an open block requests arrive at random times that do not depend on the
-answers. The latency of a request begins with its arrival, so that it includes the wait for a free
-client. A client that measured from its own start would omit that wait ("coordinated omission").
+Contenders take turns; a turn is a block of requests. In a *closed* block each client sends a
+request as soon as its last one was answered. That measures the highest rate of answers, but no
+request waits for another one. In an *open* block requests arrive at random times that do not depend
+on the answers. The latency of a request begins with its arrival, so that it includes the wait for a
+free client. If a client measured from the start of the call, it would omit that wait ("coordinated
+omission").
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from experiments.timing.latencies import CLOSED, bucket_of, phase_of
 from experiments.workloads.workload import Batch, Pool, TableShape, make_pool, table_shapes
 
 NS_PER_S = 1_000_000_000
-SPIN_NS = 100_000  # a thread that sleeps wakes up about this late at worst
-HEAD_START_NS = 1_000_000  # from the start of a block to its first arrival: threads start meanwhile
+SPIN_NS = 100_000  # time to poll the clock before a due time: a sleeping thread wakes up late
+HEAD_START_NS = 1_000_000  # time from the start of a block to its first arrival, to start threads
 CHECKED_BAGS = 32  # bags per table that are compared with the reference
 ROUNDING = 1e-5  # error of float32 sums ÷ largest element
 MAX_STEPS_OFF = 0.6  # error of a quantised value ÷ the difference of two neighbouring values
 
-Request = Callable[[int], object]
+Request = Callable[[int], object]  # makes the request of a number; numbers count from 0 on
 
 
 @dataclass
 class RequestBlock:
-    """Requests that were sent in one go: the latency of each, and the seconds of all."""
+    """The requests of one turn: the latency of each, and the time from the first to the last."""
 
     latencies_ns: list[int]
     seconds: float
@@ -66,7 +67,7 @@ class LoadPoint:
     Attributes:
         request: function that makes the request of a number.
         clients: number of threads.
-        load: rate of arrival ÷ rate of the last closed block; CLOSED for closed blocks.
+        load: rate of arrival ÷ rate of answers in the last closed block; CLOSED for closed blocks.
         blocks: blocks of requests.
     """
 
@@ -91,9 +92,10 @@ class LoadPoint:
         self.blocks.append(send_open_block(threads, self.request, self.clients, times_ns))
 
     def entries(self) -> Record:
-        """Return a point of the record: clients, load, requests, seconds of all blocks.
+        """Return an entry of a record's `points`.
 
-        `latencies` are [bucket, requests] pairs, see `timing.latencies`.
+        Its entries are clients, load, requests (number in all blocks), seconds (of all blocks), and
+        latencies, a list of (bucket, number of requests), see `timing.latencies`.
         """
         counts = Counter(bucket_of(ns) for block in self.blocks for ns in block.latencies_ns)
         return {
@@ -106,10 +108,11 @@ class LoadPoint:
 
 
 def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm; `seconds` is the budget for the requests of all arms.
+    """Return one record per arm; `seconds` is the budget for the requests of all arms.
 
-    A record has `points` (of `LoadPoint.entries`) and `cold_start` (of that function), empty if
-    the status is not "ok"; its samples are the seconds per request of closed blocks.
+    A record has `points` (a list of `LoadPoint.entries`) and `cold_start` (the result of
+    `cold_start`); they are empty if the status is not "ok". Its samples are the seconds per request
+    of closed blocks.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
@@ -158,11 +161,14 @@ def _build_tables(
 
 
 def verify_served(served: ServedTables, weights: Sequence[Tensor], batch: Batch) -> None:
-    """Compare a lookup with sums of the float32 rows; raise Wrong beyond the error of the format.
+    """Compare a lookup with sums of the float32 rows `weights`, [rows, dim] per table.
 
     At most CHECKED_BAGS bags per table are compared. The error of a value may be MAX_STEPS_OFF
     quantisation steps of its row: half a step because it is rounded to the nearest number, the rest
     because scale and offset are rounded to 16 bits.
+
+    Raises:
+        Wrong: a shape differs, or an error is larger than the format explains.
     """
     output, column = served.lookup(served.prepare(batch)).float(), 0
     for table_index, rows in enumerate(weights):
@@ -190,7 +196,10 @@ def verify_served(served: ServedTables, weights: Sequence[Tensor], batch: Batch)
 
 
 def _warm_request(served: ServedTables, prepared: Sequence[Any]) -> Request:
-    """Make each prepared request once, to warm up; return the function that makes request n."""
+    """Make each prepared request once, to warm up; return a function that makes request n.
+
+    Request n is the prepared one of number n modulo their number.
+    """
     lookup, num_requests = served.lookup, len(prepared)
     for request in prepared:
         lookup(request)
@@ -209,7 +218,15 @@ def _serve(
 ) -> dict[str, list[LoadPoint]]:
     """Send all requests, the arms in turns; return the points of each arm.
 
-    Samples are the seconds per request of closed blocks.
+    Set stop reason and samples of the outcomes; samples are the seconds per request of closed
+    blocks. An error of an arm becomes its outcome, and ends its blocks.
+
+    Args:
+        requests: request of each arm.
+        options: options of the kind, of which `clients`, `loads` and `rounds` are used.
+        outcomes: outcomes of the arms.
+        session: run and process.
+        seconds: budget of all blocks.
     """
     loads = (CLOSED, *options["loads"])
     clients_and_loads = [(clients, load) for clients in options["clients"] for load in loads]
@@ -243,9 +260,10 @@ def _serve(
 def send_closed_block(
     threads: ThreadPoolExecutor, request: Request, clients: int, seconds: float
 ) -> RequestBlock:
-    """Let every client send a request as soon as its last one was answered, each at least once.
+    """Let every client send requests for `seconds`, the next as soon as the last was answered.
 
-    `threads` must have `clients` idle workers, because the clients start together.
+    Each client sends one at least. `threads` must have `clients` idle workers, because the clients
+    start together. An exception of a request is raised once all clients have ended.
     """
     start_barrier = threading.Barrier(clients)
 
@@ -266,7 +284,10 @@ def send_closed_block(
 
 
 def arrival_times_ns(rate: float, seconds: float, rng: random.Random) -> list[int]:
-    """Return times in ns of random arrivals: 0, then a Poisson process of `rate` > 0 per second."""
+    """Return times of random arrivals in ns: 0, then a Poisson process up to `seconds`.
+
+    `rate` > 0 is the mean number of arrivals per second.
+    """
     times_s = [0.0]
     while (next_time_s := times_s[-1] + rng.expovariate(rate)) < seconds:
         times_s.append(next_time_s)
@@ -276,7 +297,10 @@ def arrival_times_ns(rate: float, seconds: float, rng: random.Random) -> list[in
 def send_open_block(
     threads: ThreadPoolExecutor, request: Request, clients: int, times_ns: Sequence[int]
 ) -> RequestBlock:
-    """Answer requests that arrive at given times, in order; each goes to the next free client."""
+    """Let requests arrive at the times `times_ns`, ascending; each goes to the next free client.
+
+    Latencies begin with the arrivals. An exception of a request is raised once all clients ended.
+    """
     numbers = itertools.count()
     begin_ns = time.perf_counter_ns() + HEAD_START_NS
 
@@ -320,10 +344,12 @@ def _run_clients(
 
 
 def cold_start(served: ServedTables, prepared: Any) -> Record:
-    """Save the tables; return the `bytes` of the file, and seconds from opening it to an answer.
+    """Save the tables, and measure the time from opening their file to the first answer.
 
-    "memory" are the seconds with the file in the system's page cache. "disk" are the seconds after
-    the system was asked to drop the file's pages, which some file systems do not do.
+    Returns:
+        `bytes` (of the file); `memory`, the seconds if the file is in the system's page cache;
+        `disk`, the seconds after the system was asked to drop the file's pages, which some file
+        systems do not do.
     """
     with tempfile.TemporaryDirectory(prefix="emblib-") as folder, torch.inference_mode():
         path = Path(folder) / "tables"

@@ -1,4 +1,4 @@
-"""The facts of a run that a process needs to measure its cell."""
+"""The session of a process that measures a cell: configuration, device, seeds and ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ if TYPE_CHECKING:
 
 
 class RankSync:
-    """The synchronisation of the ranks of a cell; this base class serves a single process."""
+    """The synchronisation of the ranks of a cell; this base class is that of a single process.
+
+    In a cell of several ranks all ranks must call each method, with the same arms.
+
+    Attributes:
+        rank: number of this process among the ranks.
+    """
 
     rank = 0
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Return the phases of arm `key`; a phase that fails on one rank then fails on all."""
+        """Return the phases of arm `key` in a form that fails on all ranks if it fails on one."""
         return phases
 
     def clock(self, clock: Clock) -> Clock:
-        """Return a clock by which every rank reads the time of the slowest rank."""
+        """Return `clock` in a form that reads, on every rank, the time of the slowest rank."""
         return clock
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """Return telemetry that reports a slowed rank on every rank."""
+        """Return `telemetry` in a form whose `check` reports a slowed rank on every rank."""
         return telemetry
 
     def sum_over_ranks(self, counters: Mapping[str, int]) -> Mapping[str, int]:
@@ -44,12 +50,12 @@ class RankSync:
         return [value]
 
     def share_failures(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Mark an arm as failed on all ranks if it failed on one."""
+        """Mark each outcome that is "ok" here as failed if its arm failed on another rank."""
 
 
-# Difference of the seeds of two replicates; a prime, so that runs with seeds n and n + 1 differ.
+# Difference of the seeds of two replicates: large, so that runs with seeds n and n + 1 share none.
 REPLICATE_SEED_STEP = 7919
-RANK_SEED_STEP = 104_729  # difference for ranks; larger than the differences of 13 replicates
+RANK_SEED_STEP = 104_729  # difference of two ranks; larger than those of 13 replicates
 
 
 def ignore_message(text: str) -> None:
@@ -66,7 +72,7 @@ class Session:
         run_id: name of the run's directory.
         replicate: number of the process among the cell's processes.
         order: position of the job in the run.
-        identity: entries of every record: point_key, context_id and cell_number in a run.
+        identity: entries of every record; in a run these are point_key, context_id, cell_number.
         note: function that is called with "arm|activity" when an activity begins.
         sync: synchronisation with the other ranks of the cell.
     """
@@ -81,7 +87,7 @@ class Session:
     sync: RankSync = field(default_factory=RankSync)
 
     def over_ranks_of(self, cell: Cell) -> Session:
-        """Return the session with device.ranks set to the ranks of a cell, if it has some."""
+        """Return the session with device.ranks set to `cell.ranks`; itself if that is 0."""
         if not cell.ranks:
             return self
         device = dataclasses.replace(self.config.device, ranks=cell.ranks)
@@ -100,8 +106,8 @@ class Session:
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """A request to a child process: the cell, the session, and the seconds for timing."""
+    """A request to a child process, which must be picklable."""
 
     cell: Cell
     session: Session
-    seconds: float
+    seconds: float  # budget for timing all arms of the cell

@@ -1,4 +1,7 @@
-"""Measure cells of the kinds sharding and calibration; predict steps by the cost model."""
+"""Measure cells of the kinds sharding and calibration; predict steps by the cost model.
+
+All ranks of a cell run these functions together; `Session.sync` synchronises them.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,10 @@ def calibrate_ranks(session: Session) -> Calibration:
 
 
 def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return the record of the only arm; `seconds` is not used.
+    """Return the record of the only arm, in a list; `seconds` is not used. A collective.
 
-    It has `calibration` and `nodes` (number of nodes), unless this rank failed.
+    Unless this rank failed, the record has `calibration` (the content of the calibration's file)
+    and `nodes` (number of nodes).
     """
     outcome = Outcome(cell.arms[0])
     record: Record = {}
@@ -55,7 +59,7 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicted steps for the arms of a cell, from constants that its ranks have measured.
+    """A predictor of the steps of a cell's arms, by constants that its ranks have measured.
 
     Attributes:
         cell: cell of the arms.
@@ -131,11 +135,12 @@ class Predictor:
 
 
 def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm and mode, with the parts of a step and, if asked, predicted steps.
+    """Return one record per arm and mode, with the parts of a step as phases. A collective.
 
-    If `sharding.beyond` asks for predictions, the same ranks first measure their constants, before
-    anything else uses caches or memory. Only the first replicate predicts, because the model is the
-    same in all. `seconds` is the budget for timing all arms.
+    If `sharding.beyond` names worlds, the records of the first replicate have predictions too
+    (`Predictor.predict`); other replicates would have the same. The ranks measure the constants for
+    it first, before anything else uses caches or memory. `seconds` is the budget for timing all
+    arms.
     """
     predictor = None
     if session.config.sharding.beyond and not session.replicate:
@@ -153,7 +158,7 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Return forward, step, and the parts of a step of a contender as phases; a collective."""
+    """Return forward, step, and the parts of a step of a contender as phases. A collective."""
     parts_by_batch = [contender.parts(contender.prepare(batch)) for batch in pool.batches]
     return whole_steps(contender, pool) | {
         name: partial(_run_nth, [parts[name] for parts in parts_by_batch])

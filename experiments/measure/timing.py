@@ -1,7 +1,7 @@
 """Measure a cell of kind time: build and check its contenders, time them, measure their memory.
 
-`measure_cell` runs in a process of its own. Several ranks run it together; `session.sync` then
-makes them agree.
+`measure_cell` runs in a process of its own. If a cell has several ranks, all of them call it
+together, and `session.sync` makes them agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ CHECKED_BATCH = 32  # bags per table in a check: the reference of trains needs m
 def measure_cell(
     cell: Cell, session: Session, seconds: float, phases_of: PhasesOf | None = None
 ) -> list[Record]:
-    """Return a record per arm and mode.
+    """Return one record per arm and mode.
+
+    An arm that fails has a record with status and reason; the other arms go on.
 
     Args:
         cell: cell to measure.
@@ -98,8 +100,11 @@ def race_modes(
         timing: amount of measuring.
         outcomes: outcomes of building the arms, by arm.
         phases: phases of each built arm.
-        clock_of: function that returns the clock of a mode.
+        clock_of: function that returns the clock of a mode; it may raise UnsupportedMode.
         hooks: further arguments of `Race`.
+
+    Raises:
+        UnsupportedMode: `clock_of` raised it.
     """
     modes = session.config.timing.modes
     timing = dataclasses.replace(timing, cell_seconds=seconds / len(modes))
@@ -133,7 +138,7 @@ def race_modes(
 def _measure_sizes(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
-    """Measure counters, sizes and memory, in passes after the timing."""
+    """Set counters, sizes and peak memory of an outcome, by further steps after the timing."""
     step = phases["step"]
     outcome.counters = counting_pass(contender, step, timing.pool)
     outcome.nbytes = contender.nbytes()
@@ -141,9 +146,9 @@ def _measure_sizes(
 
 
 def counting_pass(contender: Contender, step: Phase, num_batches: int) -> dict[str, int]:
-    """Step once on each of `num_batches` batches; return the counts of the cache, {} without one.
+    """Step once on each of `num_batches` batches; return the counts of the cache meanwhile.
 
-    The cache keeps its present rows before the first step.
+    {} without a cache; then no step is made. The counters are reset first, the cache is not.
     """
     if not contender.counters():
         return {}
@@ -154,9 +159,12 @@ def counting_pass(contender: Contender, step: Phase, num_batches: int) -> dict[s
 
 
 def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
-    """Return the operations of a contender per phase, as a mean over the batches."""
-    counts = [contender.flops(batch) for batch in pool.batches]
-    return {phase: sum(c[phase] for c in counts) / len(counts) for phase in counts[0]}
+    """Return the floating-point operations of a contender per phase, mean over the batches."""
+    flops_by_batch = [contender.flops(batch) for batch in pool.batches]
+    return {
+        phase: sum(flops[phase] for flops in flops_by_batch) / len(flops_by_batch)
+        for phase in flops_by_batch[0]
+    }
 
 
 def _build_contenders(
@@ -185,7 +193,10 @@ def make_check_batch(cell: Cell, seed: int) -> Batch:
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Return the contender's forward and step as phases; batch numbers count modulo the pool."""
+    """Return the contender's `forward` and `step` on the batches of a pool as phases.
+
+    Batch n is the batch of number n modulo their number.
+    """
     prepared = [contender.prepare(batch) for batch in pool.batches]
 
     def phase(name: str) -> Phase:
@@ -196,7 +207,7 @@ def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
 
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
-    """Return the task that an arm's contender is built for."""
+    """Return tables, optimizer and device for which an arm's contender is built."""
     # `row_factors` fit only tables of the size that the workload states.
     is_full_size = cell.rows_scale == 1.0
     return Task(

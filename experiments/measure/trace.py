@@ -24,7 +24,11 @@ MIN_BATCHES = 4  # two halves for the fit, and batches before and after the warm
 
 
 def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return one record, about all tables and about each; `seconds` is not used.
+    """Return one record, in a list: the analysis of all tables together and of each.
+
+    Its entries are those of `make_record` and `pool_entries`; `batches` (number), `tables` (list of
+    `TableNumbers`), `analysis` and `samples` (`analyse_together`); and `published_window` for
+    production-like ids. `seconds` is not used.
 
     Raises:
         TraceError: the trace has fewer than MIN_BATCHES batches, or cannot be read.
@@ -80,9 +84,9 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def _num_warm_batches(cell: Cell, num_batches: int) -> int:
-    """Return the number of batches that fill caches.
+    """Return how many of the `num_batches` batches fill the caches, at least 1, but not all.
 
-    A trace with fewer batches than the cell asks for fills them with the same share of its batches.
+    If the trace has fewer batches than the cell asks for, the same share of them fills the caches.
     """
     share = cell.cache.warm_batches / (cell.cache.warm_batches + cell.cache.batches)
     return min(max(1, round(share * num_batches)), num_batches - 1)
@@ -99,9 +103,9 @@ def analyse_together(
         num_warm_batches: number of first batches that fill the caches. They are not counted.
 
     Returns:
-        `samples` (`batch_counts`), `distinct` (number of distinct rows), `warm_batches`,
-        `spectrum`, `distances`, `hit_rates`, and `busiest` about the table with most lookups: its
-        index `table`, and `ranked` (`shares_by_rank`).
+        A dictionary with `samples` (`batch_counts`), `distinct` (number of distinct rows),
+        `warm_batches`, `spectrum`, `distances`, `hit_rates`, and `busiest` about the table with
+        most lookups: its index `table`, and `ranked` (`shares_by_rank`).
     """
     # Row r of table f of T tables becomes r * T + f, so that no two rows share a number.
     num_tables = len(lookups_by_table)

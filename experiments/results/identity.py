@@ -26,7 +26,7 @@ BENCH_SOURCES = (
     *("run/ranks.py", "run/worker.py"),
     *(f"machine/{name}.py" for name in ("cpu", "memory", "telemetry")),
 )
-# Keys of `timing` that determine how much is measured, not what.
+# Keys of `timing` that determine the amount of measuring, not what is measured.
 AMOUNT_KEYS = (
     "preset",
     "replicates",
@@ -61,9 +61,12 @@ def digest(value: Any) -> str:
 
 
 def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
-    """Return the key of the work of a cell: runs of an experiment with equal keys measure the same.
+    """Return the key of the work of a cell: if it is equal in two runs, they measure the same.
 
-    `packages` are names of packages that change a result, other than those of the contenders.
+    Args:
+        cell: cell.
+        config: configuration of the run.
+        packages: names of packages that change a result, besides those of the contenders.
     """
     timing = dataclasses.asdict(config.timing)
     return digest(
@@ -85,9 +88,10 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
 
 
 def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return hardware_id, code_id and context_id; runs with one context_id share measurements.
+    """Return hardware_id, code_id and context_id; runs of equal context_id share measurements.
 
-    `environment` is environment.json; code_id is of the library that is installed now.
+    `environment` is the content of environment.json, which describes machine and software. The
+    code_id is that of the library that is installed now.
     """
     cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
     hardware_id = digest(
@@ -108,14 +112,14 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def bench_version() -> str:
-    """Return a hash of the harness's sources that determine samples."""
+    """Return a hash of the harness's sources that determine samples, computed once."""
     harness = ROOT / "experiments"
     return _digest_files(p for pattern in BENCH_SOURCES for p in harness.glob(pattern))
 
 
 @cache
 def code_id() -> str:
-    """Return a hash of the library's Python sources and native libraries."""
+    """Return a hash of the library's Python sources and native libraries, computed once."""
     folders = library_folders()
     return _digest_files(
         p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}")

@@ -38,9 +38,10 @@ FORMULA = (
 
 
 def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float:
-    """Return the bytes of FORMULA for a batch; `distinct` counts each row of the batch once.
+    """Return the useful bytes of a batch by FORMULA; `distinct` counts each row once.
 
-    Every phase other than "forward" counts as a step.
+    Every phase other than "forward" counts as a step. nan for a step, or with `distinct`, if the
+    record has no number of distinct rows.
     """
     row_bytes = WEIGHT_BYTES * record["params"]["D"]
     num_lookups, num_distinct = record["lookups"], record["unique_rows"] or math.nan
@@ -65,7 +66,7 @@ def seconds(record: Record, phase: str) -> list[float]:
 
 
 def host_seconds(group: Sequence[Record], phase: str) -> float:
-    """Return the median seconds of the host in a call on a GPU; nan on a CPU."""
+    """Return the median seconds that a call on a GPU takes on the host; nan on a CPU."""
     host_s = [
         float(s) for record in group for _, s in (record.get("wall_samples") or {}).get(phase, [])
     ]
@@ -73,10 +74,14 @@ def host_seconds(group: Sequence[Record], phase: str) -> float:
 
 
 def is_host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
-    """Return whether the GPU would idle for more than a fifth of the time in a sequence of calls.
+    """Return whether a GPU would work for less than GPU_BUSY of the time in a sequence of calls.
 
-    `gpu_s` is the time on the GPU, or in mode wall the time from the call to its completion. The
-    result is False if a time is nan.
+    Args:
+        mode: mode of the samples.
+        gpu_s: seconds of a call on the GPU; in mode wall from the call to its completion.
+        host_s: seconds of a call on the host.
+
+    The result is False if a time is nan.
     """
     if mode == Mode.wall.value:
         return host_s > GPU_BUSY * gpu_s
@@ -93,7 +98,7 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """Return results.csv: a row per cell, arm, mode and phase, over all processes.
+    """Return results.csv: one row per timed cell, arm, mode and phase, over all processes.
 
     Columns, besides identity, the workload's axes and `status`:
 
@@ -119,7 +124,7 @@ K = TypeVar("K")
 def group_records(
     records: Sequence[Record], kind: str, key: Callable[[Record], K]
 ) -> dict[K, list[Record]]:
-    """Return the records of a kind by key, the keys in the order of their first record."""
+    """Group the records of a kind by `key` of a record, keys in the order of their first record."""
     groups: dict[K, list[Record]] = {}
     for record in records:
         if record.get("kind", "time") == kind:
@@ -139,7 +144,7 @@ def phase_rows(
     phases_of: Callable[[Group], Sequence[str]],
     pooled_base: Callable[[Group, str], Group] = lambda base, phase: base,
 ) -> pd.DataFrame:
-    """Return a row per cell, arm, mode and phase of a kind, over all processes.
+    """Return one row per cell, arm, mode and phase of a kind, over all processes.
 
     Without a record of the kind the frame has no rows and no columns.
 
@@ -181,8 +186,10 @@ def sampled_phases(group: Group, default: str) -> Sequence[str]:
 class PooledSpreads:
     """The spreads between processes of times and ratios, pooled over a mode and phase of a run.
 
-    `times` is None if no arm was measured in two processes; `ratios` is None if no arm was in two
-    processes together with its baseline.
+    Attributes:
+        times: spread of the logarithms of medians; None if no arm was measured in two processes.
+        ratios: spread of the logarithms of ratios; None if no arm was measured in two processes
+            together with its baseline.
     """
 
     times: ProcessSpread | None
@@ -192,7 +199,7 @@ class PooledSpreads:
     def of(
         cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str
     ) -> PooledSpreads:
-        """Pool the arms of a run; a pair is the group of an arm and the group of its baseline."""
+        """Pool the arms of a run, each given by its group and the group of its baseline."""
         arms = [(usable_records(group), usable_records(base)) for group, base in pairs]
         log_medians = (
             [
@@ -336,7 +343,10 @@ def ratio_of(
 
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
-    """Return log(arm ÷ base) of each process that measured both in a common round."""
+    """Return log(arm ÷ base) of each process that measured both in a common round.
+
+    It is the median over the rounds (`statistics.process_effect`).
+    """
     base_by_replicate = {replicate_of(record): record for record in base}
     pairs = [
         (

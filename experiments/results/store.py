@@ -1,4 +1,8 @@
-"""The directory of a run: its files, and their writers and readers."""
+"""The directory of a run: its files, and their writers and readers.
+
+config.yaml, environment.json and run.json describe the run, points.jsonl has its records. Other
+files are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +101,10 @@ class RunStore:
         return store
 
     def claim(self) -> bool:
-        """Lock the directory while this object lives; return False if it is locked already.
+        """Lock the directory while this object lives; return whether that succeeded.
 
-        A second call returns False too. Writers that do not call `claim` are not stopped.
+        It fails if another writer, or an earlier call, has locked it. Writers that do not call
+        `claim` are not stopped.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -135,12 +140,15 @@ class RunStore:
         return self.write("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def append(self, *records: Record) -> None:
-        """Append records to points.jsonl; a kill can lose the last records and truncate a line.
+        """Append records, which must be JSON values, to points.jsonl.
 
-        An incomplete last line of an earlier writer is removed first. If writing fails, as on a
-        full disk, the bytes written so far are removed before OSError is raised.
+        A kill can lose the last records and truncate a line. An incomplete last line of an earlier
+        writer is removed first. If writing fails, as on a full disk, the bytes written so far are
+        removed before OSError is raised.
         """
-        lines = "".join(json.dumps({"schema_version": SCHEMA_VERSION, **r}) + "\n" for r in records)
+        lines = "".join(
+            json.dumps({"schema_version": SCHEMA_VERSION, **record}) + "\n" for record in records
+        )
         data = lines.encode()
         descriptor = os.open(self.path / POINTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -201,12 +209,12 @@ def _write_atomically(target: Path, data: bytes) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a run, [] without any; ignore what follows the last newline.
+    """Return the records of a run's directory in the order of the file; [] without a file.
 
-    `append` removes such an incomplete line.
+    Keys have their present names. An incomplete last line is ignored; `append` removes it.
 
     Raises:
-        ValueError: a line, or points.jsonl.xz, is damaged.
+        ValueError: a line is no JSON object, or points.jsonl.xz is damaged.
     """
     source = path / POINTS
     if not source.exists() and has_records(path):

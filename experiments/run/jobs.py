@@ -1,7 +1,7 @@
 """The jobs of a run: each measures a cell in a fresh process, or reuses earlier records.
 
 A cell is a workload with its arms (contenders); a job measures it once. `job_passes` orders the
-jobs, and `earlier_jobs` finds those whose records need not be measured again.
+jobs, and `earlier_jobs` finds the records that need not be measured again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from experiments.results.store import Record, read_records
 
 START_SECONDS = 1.5  # for the start of a process, imports and first batches, on two cores
 BLOCK_CELLS = 4  # number of cells per block; the processes of the cells of a block take turns
-# Statuses of jobs whose records are reused: SETTLED_STATUSES by default, GOOD_STATUSES with
-# rerun=failed. Once a missing package is installed, the point_key changes and the job is measured.
+# Statuses of records that are reused: SETTLED_STATUSES by default, GOOD_STATUSES with rerun=failed.
+# Once a missing package is installed, the point_key changes, so that the job is measured.
 GOOD_STATUSES = ("ok", "unsupported", "missing")
 SETTLED_STATUSES = (*GOOD_STATUSES, "oom", "timeout", "wrong")
+JobKey = tuple[str, int]  # (point_key, replicate)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A replicate of a cell.
+    """One measurement of a cell in a fresh process.
 
     Attributes:
         cell: cell to measure.
@@ -43,23 +44,23 @@ class Job:
     order: int
     cell_number: int = 0
 
-    def key(self, config: Config) -> tuple[str, int]:
-        """Return (point_key, replicate), by which a later run finds the records of the job."""
+    def key(self, config: Config) -> JobKey:
+        """Return the key by which a later run finds the records of the job."""
         packages = kinds.find(self.cell.kind).measurement.packages
         return point_key(self.cell, config, packages), self.replicate
 
 
 def num_replicates(cell: Cell, config: Config) -> int:
-    """Return the number of processes that measure a cell; 1 for a kind that only counts."""
+    """Return the number of processes that measure a cell; 1 for kinds of `Effort.ONCE`."""
     is_once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
     return 1 if is_once else config.timing.replicates
 
 
 def max_job_seconds(cell: Cell, config: Config) -> float:
-    """Return a rough maximum of the seconds of a job, without those for building tables.
+    """Return about the longest time of a job in seconds, without the time for building tables.
 
-    The warm-up of a cache may take longer. Kinds of `Effort.TRAINED` have no limit: the caller must
-    not use the result for them.
+    The warm-up of a cache may take longer. Kinds of `Effort.TRAINED` have no limit: for them the
+    result means nothing.
     """
     if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
@@ -99,10 +100,10 @@ def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
 
 
 def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
-    """Order cells so that a run that ends early has values of every axis.
+    """Return the cells in an order by which a run that ends early has values of every axis.
 
-    The order is: cases, the base point of the sweep, then a value of each axis in turn. Both ends
-    of an axis come before the values between them.
+    The order is: cases, the base point of the sweep (its first cell), then a value of each axis in
+    turn. Both ends of an axis come before the values between them.
     """
     cases = [cell for cell in cells if cell.section != SWEEP]
     swept_cells = [cell for cell in cells if cell.section == SWEEP]
@@ -117,24 +118,29 @@ def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     return [*cases, *swept_cells[:1], *(cell for cell in turns if cell is not None)]
 
 
-EarlierJobs = Mapping[tuple[str, int], list[Record]]
+EarlierJobs = Mapping[JobKey, list[Record]]
 
 
 def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
-    """Return the records that may be reused, by key of their job, of the latest run in `folder`.
+    """Return the records that may be reused, by key of their job (`Job.key`).
 
-    A job may be reused if it is complete, its run has the same `context_id`, and all its statuses
+    A job may be reused if it is complete, its records have this `context_id`, and all its statuses
     are in SETTLED_STATUSES, or with `rerun=failed` in GOOD_STATUSES. With `rerun=all` none may.
     A job with a timeout by another limit_seconds is ignored, because the present limit may suffice.
-    Runs with damaged or packed records are skipped.
+    If several runs have a job, the records of the latest run count.
+
+    Args:
+        folder: folder of the experiment's runs. Runs with damaged or packed records are skipped.
+        config: configuration of the present run.
+        context_id: identity of machine and code (`identity.context_of`).
     """
-    reusable_jobs: dict[tuple[str, int], list[Record]] = {}
+    reusable_jobs: dict[JobKey, list[Record]] = {}
     if config.rerun is Rerun.all:
         return reusable_jobs
     accepted_statuses = GOOD_STATUSES if config.rerun is Rerun.failed else SETTLED_STATUSES
     limit = config.timing.limit_seconds
     for points in sorted(folder.glob("*/points.jsonl")):
-        jobs: dict[tuple[str, int], list[Record]] = {}
+        jobs: dict[JobKey, list[Record]] = {}
         try:
             records = read_records(points.parent)
         except ValueError:
@@ -143,6 +149,7 @@ def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
             if record.get("context_id") == context_id:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
         for key, job_records in jobs.items():
+            # An interrupted writer leaves fewer records than the job has.
             is_complete = len(job_records) == job_records[0]["job_records"]
             is_accepted = all(record["status"] in accepted_statuses for record in job_records)
             has_other_limit = any(

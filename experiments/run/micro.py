@@ -1,4 +1,4 @@
-"""Lead a run of micro-benchmarks; each replicate is a process of pytest-benchmark."""
+"""Run the micro-benchmarks of tests/bench as a run; each replicate is a process of pytest."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ NO_TESTS_STATUS = 5  # exit status of pytest without tests
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Lead a run; each replicate is a process with all benchmarks. Return the exit status.
+    """Run all benchmarks in each replicate, write the report, and return the exit status.
 
-    A dry run lists the benchmarks instead, and returns pytest's exit status.
+    A dry run lists the benchmarks instead, and returns pytest's exit status. The arguments are
+    those of `runner.run`.
 
     Raises:
         UsageError: pytest-benchmark or the benchmarks are missing, or the device is unusable.
@@ -64,7 +65,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def pytest_command(config: Config) -> list[str]:
-    """Return the command of pytest; a smoke run selects small benchmarks."""
+    """Return the command of pytest for the device of the run; a smoke run has fewer benchmarks."""
     selection = device_kind(config.device.kind)
     if config.timing.max_rows:
         selection += f" and ({SMOKE_SELECTION})"
@@ -79,6 +80,11 @@ def pytest_command(config: Config) -> list[str]:
 
 def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
     """Run all benchmarks in a fresh process; return a record per benchmark and per failed test.
+
+    Args:
+        config: configuration of the run.
+        identity: entries of every record.
+        replicate: number of the process.
 
     Raises:
         RuntimeError: pytest itself or a hook fails, or pytest finds no benchmark.

@@ -16,7 +16,14 @@ from experiments.config.sweep import Cell
 
 
 class Display:
-    """A display that counts jobs, estimates the remaining time and prints a line per job."""
+    """A display that counts jobs, estimates the remaining time and prints lines about them.
+
+    The live line is shown within a `with` statement, and only on a terminal.
+
+    Attributes:
+        num_jobs: number of jobs; `skip` lowers it.
+        num_done: number of jobs that are finished.
+    """
 
     def __init__(self, num_jobs: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -41,7 +48,7 @@ class Display:
         self.bar.stop()
 
     def begin(self, activity: str) -> None:
-        """Show the present activity on the live line."""
+        """Show `activity` on the live line."""
         self.bar.update(self.task, description=activity)
 
     def finish(self, line: str) -> None:
@@ -57,7 +64,7 @@ class Display:
         self.bar.update(self.task, total=self.num_jobs)
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the live line."""
         self.console.print(line, markup=False)
 
 

@@ -45,18 +45,21 @@ class ProcessSync(RankSync):
     """The synchronisation of one of several processes that measure a cell together.
 
     Attributes:
-        peers: communication with the other ranks.
-        own_failure: failure of a phase on this rank in the present sample; None without one.
-        remote_failures: failures on other ranks, by the key of the arm.
+        peers: communication of the ranks.
+        local_failure: exception of a phase on this rank in the present sample; None without one.
+        remote_failures: exceptions that `share` returned for failures on other ranks, by arm.
     """
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.rank = peers, peers.rank
-        self.own_failure: Exception | None = None
+        self.local_failure: Exception | None = None
         self.remote_failures: dict[str, Exception] = {}
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Wrap the phases: each records its failure, and raises that of another rank."""
+        """Return wrapped phases, which record their exception in `local_failure`.
+
+        After a failure of the arm on another rank they raise the exception in `remote_failures`.
+        """
 
         def run_phase(phase: Phase, batch: int) -> object:
             if key in self.remote_failures:
@@ -64,7 +67,7 @@ class ProcessSync(RankSync):
             try:
                 return phase(batch)
             except Exception as error:
-                self.own_failure = error
+                self.local_failure = error
                 raise
 
         return {name: partial(run_phase, phase) for name, phase in phases.items()}
@@ -99,16 +102,19 @@ class ProcessSync(RankSync):
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
-        """Return the error to raise after a rank failed: this rank's, else that of the first one.
+        """Return the error to raise here after a failure on any rank.
 
-        All ranks must call it, at least one of them with an error. For a lack of memory on another
-        rank it is a MemoryError, for any other failure there a FailedElsewhere.
+        That is `error`, the failure of this rank, unless it is None. Then it is made from that of
+        the lowest rank with one: a MemoryError for a lack of memory, else a FailedElsewhere. All
+        ranks must call it, at least one of them with an error.
         """
         description = error and (f"{type(error).__name__}: {error}", is_out_of_memory(error))
         by_rank = self.peers.exchange(description)
         if error is not None:
             return error
-        rank, (message, is_memory) = next((r, found) for r, found in enumerate(by_rank) if found)
+        rank, (message, is_memory) = next(
+            (rank, entry) for rank, entry in enumerate(by_rank) if entry
+        )
         error_type = MemoryError if is_memory else FailedElsewhere
         return error_type(f"rank {rank}: {message}")
 
@@ -126,29 +132,29 @@ class RankClock(Clock):
         self.min_sample_seconds = clock.min_sample_seconds
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
-        """Take the samples one by one."""
+        """Take the samples one by one, each on all ranks at once. A collective."""
         return [self._sample(task) for task in tasks]
 
     def _sample(self, task: SampleTask) -> Reading:
-        """Take a sample on all ranks at once; on every rank, return the largest times of any rank.
+        """Take a sample on all ranks at once; return the maximum over the ranks of each time.
 
         Every rank makes the same collectives, whatever happened on it, because otherwise the ranks
         would wait for each other forever: a barrier, a gather of times and failures, and after a
-        failure on any rank one exchange of errors. A failed clock raises on all ranks; a failed arm
-        leaves the race on all.
+        failure on any rank one exchange of errors. If a clock fails, all ranks raise; if an arm
+        fails on a rank, it leaves the race on all ranks.
         """
         sync, clock_error = self.sync, None
-        sync.own_failure = None
+        sync.local_failure = None
         sync.peers.barrier()
         try:
             (reading,) = self.inner.read([task])
         except Exception as error:
             reading, clock_error = Reading(0.0, 0.0, 0.0), error
-        failure = clock_error or sync.own_failure  # the race has already caught the latter
+        failure = clock_error or sync.local_failure  # the race has already caught the latter
         source = NO_FAILURE
         if failure is not None:
             # A broken GPU may fail a call, which the race catches, and then the clock.
-            source = ARM_FAILURE if failure is sync.own_failure else CLOCK_FAILURE
+            source = ARM_FAILURE if failure is sync.local_failure else CLOCK_FAILURE
         by_rank = sync.peers.gather(
             [reading.seconds, reading.wall, reading.cost, reading.exposed, source]
         )
@@ -163,13 +169,13 @@ class RankClock(Clock):
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Adapt the phase by the wrapped clock; raise the failure of any rank."""
+        """Adapt the phase by the wrapped clock. A collective: it raises if any rank fails."""
         adapted, error = phase, None
         try:
             adapted = self.inner.adapt(phase, pool)
         except Exception as clock_error:
             error = clock_error
-        self.sync.own_failure = None
+        self.sync.local_failure = None
         if any(has_failed for (has_failed,) in self.sync.peers.gather([float(error is not None)])):
             raise self.sync.share(error)
         return adapted
@@ -201,9 +207,9 @@ class SharedTelemetry(Telemetry):
 
 
 class Peers:
-    """Communication between ranks by gloo on the host, so that a GPU has no work by it.
+    """The communication of the ranks, by gloo on the host, so that a GPU has no work for it.
 
-    Every method is a collective, which returns when all ranks have called it.
+    Every method is a collective: all ranks must call it, and it returns once they have.
 
     Attributes:
         rank: number of this rank.
@@ -219,9 +225,9 @@ class Peers:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of every rank, by rank; all ranks must pass the same number of them."""
-        own_values = torch.tensor(values, dtype=torch.float64)
-        by_rank = [torch.empty_like(own_values) for _ in range(self.size)]
-        dist.all_gather(by_rank, own_values)
+        local_values = torch.tensor(values, dtype=torch.float64, device="cpu")
+        by_rank = [torch.empty_like(local_values) for _ in range(self.size)]
+        dist.all_gather(by_rank, local_values)
         return [tensor.tolist() for tensor in by_rank]
 
     def exchange(self, value: Any) -> list[Any]:
@@ -235,7 +241,14 @@ class Peers:
 
 
 def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> None:
-    """Measure the cell as one rank; rank 0 sends the records, the others an empty list."""
+    """Measure a cell as one rank, in a process of its own; send its records, or [] if not rank 0.
+
+    Args:
+        pipe: pipe to the parent.
+        request: cell to measure.
+        rank: number of this rank.
+        port: port of the store of the ranks on this machine.
+    """
     config, device = request.session.config, request.session.device
     size = config.device.ranks
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -265,8 +278,8 @@ def _restrict_to_cores(rank: int, size: int) -> int:
     """
     cores = usable_cores()
     if len(cores) >= size and hasattr(os, "sched_setaffinity"):
-        own_cores = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
-        os.sched_setaffinity(0, own_cores)
+        rank_cores = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+        os.sched_setaffinity(0, rank_cores)
     return len(cores)
 
 
@@ -274,13 +287,17 @@ def _restrict_to_cores(rank: int, size: int) -> int:
 
 
 class RankProcesses:
-    """The child processes of all ranks; as a context manager it ends them.
+    """The child processes of all ranks; the constructor starts them.
 
-    `run.worker.measure_job` uses `receive` and `note` like those of a `Child`.
+    As a context manager it ends them. `receive` and `note` are used like those of a `Child`.
 
     Args:
         request: cell to measure; `device.ranks` of its session is the number of processes.
-        limits: limits of a process, except that the bytes are for all ranks together.
+        limits: limits of each process, except that the bytes are for all ranks together.
+
+    Attributes:
+        children: process of each rank.
+        note: last note of the rank whose failure ended the cell; "" before.
     """
 
     def __init__(self, request: MeasureRequest, limits: Limits) -> None:
@@ -292,7 +309,7 @@ class RankProcesses:
         self.children = [
             Child(TARGET, (request, rank, self._store.port), limits=limits) for rank in range(size)
         ]
-        self.note = ""  # last note of the rank whose failure ended the cell
+        self.note = ""
 
     def receive(self, watch: Callable[[str], object] | None = None) -> list[Record]:
         """Return the records of rank 0, once all ranks are done; `watch` is called with its notes.
@@ -320,8 +337,9 @@ class RankProcesses:
         if not failed_ranks:
             return answers[0].result()
         deaths = {rank: answers[rank].exception() for rank in failed_ranks}
+        # A process that died without a message is more likely the cause than one that raised.
         dead_ranks = [
-            r for r, death in deaths.items() if isinstance(death, Died) and not death.answered
+            rank for rank, death in deaths.items() if isinstance(death, Died) and not death.answered
         ]
         rank = (dead_ranks or failed_ranks)[0]
         self.note = self.children[rank].note

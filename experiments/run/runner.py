@@ -1,8 +1,8 @@
 """A run from configuration to report; an interrupted run has a report too.
 
-`run` expands the configuration to cells, starts a directory, and lets `JobRunner` measure the jobs:
-each in fresh processes, reused if an earlier run has its records, or left out when the budget is
-used up. Then `finish` writes the report and derives the exit status.
+`run` expands the configuration to cells, creates the run's directory, and lets `JobRunner` go
+through the jobs: each is measured in a fresh process, reused if an earlier run has its records, or
+left out when the time is used up. Then `finish` writes the report and derives the exit status.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ FAILURES = ("error", "timeout", "wrong")  # statuses by which a run fails
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure the cells of an experiment and write its report; return the exit status (cli.HELP).
 
-    A dry run prints the plan instead. A kind with a `runner` has that called instead. In the main
-    thread, SIGTERM acts as Ctrl-C from now on.
+    A dry run prints the plan instead. If the kind has a `runner`, that does all the work. If the
+    main thread calls this, SIGTERM acts as Ctrl-C from then on.
 
     Args:
         config: checked configuration.
-        question: question of the experiment.
-        words: words of the command line.
+        question: question of the experiment, for the report.
+        words: words of the command line, for the report.
 
     Raises:
         UsageError: the run is impossible; nothing was measured.
@@ -88,7 +88,11 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device of a run; raise UsageError if it lacks what the modes or ranks need."""
+    """Return the device of a run.
+
+    Raises:
+        UsageError: there is no GPU, too few GPUs for the ranks, or no mode graph on a CPU.
+    """
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
@@ -106,7 +110,10 @@ def device_of(config: Config) -> torch.device:
 
 
 def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
-    """Return the opening line of a run: experiment, cells, device, code; and warnings."""
+    """Return the first line of a run's output: experiment, cells, device, code; and warnings.
+
+    `cells` are those to measure, `environment` is the content of environment.json.
+    """
     code = text.commit(environment) or "no git"
     processes = text.count(config.timing.replicates, "process", "processes")
     if config.device.ranks > 1:
@@ -129,7 +136,7 @@ def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) 
 
 
 class StoreError(Exception):
-    """The records of a job could not be written."""
+    """The records of a job cannot be written; the message is that of the system."""
 
 
 class JobRunner:
@@ -310,7 +317,7 @@ class JobRunner:
         self.display.finish(line if not job.replicate or has_failed else "")
 
     def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """Return the entries of run.json about cells, jobs and their time."""
+        """Return the entries of run.json about cells, jobs and their time, after `run`."""
         return {
             "cells": len(cells),
             "cells_left_out": len(self.cells_left_out),
@@ -325,7 +332,7 @@ class JobRunner:
 def finish(
     store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
 ) -> int:
-    """Write run.json and the report, print the answer, and return the exit status.
+    """Write run.json and the report, print the answer, and return the exit status (cli.HELP).
 
     If writing fails or is interrupted, print the command that writes the report later.
 
@@ -360,9 +367,10 @@ def finish(
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:
-    """Return the cell, its tables shrunk if they would exceed device.memory_share of free memory.
+    """Return the cell, with fewer rows if its tables exceed device.memory_share of free memory.
 
-    The tables of uncompressed contenders count, at least of one; compressed ones do not.
+    The uncompressed tables of its contenders count, at least those of one contender; compressed
+    ones do not.
     """
     kind = kinds.find(cell.kind)
     if not kind.measurement.makes_tables:
@@ -386,7 +394,10 @@ def num_dense_arms(cell: Cell) -> int:
 
 
 def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
-    """Return the values of the sweep that no cell has, as "D=16"; [] without timing.max_cells."""
+    """Return the values of the sweep that none of the cells has, e.g. "D=16".
+
+    [] without timing.max_cells, which is the only reason for them.
+    """
     if not config.timing.max_cells:
         return []
     swept_cells = [cell for cell in cells if cell.section == SWEEP]
@@ -404,7 +415,7 @@ def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
 
 
 def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
-    """Print the cells with their memory and time; return exit status 0."""
+    """Print the cells with their memory and longest time; measure nothing; return 0."""
     session = Session(config, device, "dry-run")
     headings = ("contenders", "tables as fp32", "processes", "at most")
     table = Table(Column("cell", no_wrap=True), *headings, box=None)

@@ -1,7 +1,8 @@
 """A job in its own process: code of the child process, and of the parent.
 
 `measure_job` starts a child, which runs `serve`, and receives its records. If the child dies or
-raises, its records are lost. Its last note names the arm that failed; the other arms run again.
+raises, its records are lost. Its last note names the arm that failed; another child measures the
+other arms.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TARGET = "experiments.run.worker:serve"
 
 
 def serve(pipe: Connection, request: MeasureRequest) -> None:
-    """Measure a cell in the child, and send its records."""
+    """Measure a cell, and send the list of its records; the child process calls this."""
     config = request.session.config
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
@@ -47,7 +48,7 @@ def serve(pipe: Connection, request: MeasureRequest) -> None:
 def measure_job(
     job: Job, session: Session, seconds: float, watch: Callable[[str], object]
 ) -> list[Record]:
-    """Measure a job in a child, and return its records.
+    """Measure a job in a child process, or in one per rank; return its records.
 
     If the child dies or raises, the arm that it was measuring gets records of the failure, and
     another child measures the other arms. If that arm is unknown, all arms get these records.
@@ -56,7 +57,8 @@ def measure_job(
         job: job to measure.
         session: run and process.
         seconds: budget for timing, for each child.
-        watch: function that is called now and then with the child's note, "arm|activity".
+        watch: function that is called about every POLL_SECONDS with the note of the child,
+            "arm|activity".
     """
     begin_s = time.monotonic()
     cell, failure_records = job.cell, []
@@ -75,7 +77,7 @@ def measure_job(
                 cell = cell.with_arms(*(a for a in cell.arms if a not in failed_arms))
     all_records = [*records, *failure_records]
     shared = {
-        "job_records": len(all_records),  # an interrupted job has fewer in points.jsonl
+        "job_records": len(all_records),  # points.jsonl has fewer after an interrupted write
         "wall_s": round(time.monotonic() - begin_s, 3),
         "limit_s": session.config.timing.limit_seconds,
         "bench_version": bench_version(),
@@ -84,7 +86,7 @@ def measure_job(
 
 
 def _start_child(request: MeasureRequest) -> Child | RankProcesses:
-    """Start the process, or the ranks, of a request; on a CPU with a limit of memory."""
+    """Start the process of a request, or one per rank; on a CPU with a limit of memory."""
     config = request.session.config
     memory_bytes = None
     if request.session.device.type == "cpu":
@@ -112,9 +114,9 @@ def _failure_records(cell: Cell, arm: Arm, death: Died, session: Session) -> lis
 
 
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
-    """Return the content of environment.json; a child examines the machine.
+    """Return the content of environment.json, ceilings and preflight included.
 
-    So the parent never opens the GPU.
+    A child examines the machine, so that the parent never opens the GPU.
 
     Raises:
         UsageError: the child died or raised, or device.strict is set and the machine is unfit.
@@ -132,7 +134,7 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
 
 
 def send_survey(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
-    """Send the content of environment.json, ceilings included; the child of `survey` runs it."""
+    """Send the content of environment.json; the child process of `survey` calls this."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     facts = environment.environment_content(device, words)
