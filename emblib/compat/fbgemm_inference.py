@@ -1,10 +1,10 @@
-"""FBGEMM's inference module over emblib's tables: the same names, arguments and methods.
+"""FBGEMM's inference module, implemented by emblib's, with the same names, arguments and methods.
 
-The tables are one `emblib.QuantizedEmbeddingBags`, whose rows have the bytes of FBGEMM's rows. FP8
-rows have a scale before these bytes, which FBGEMM's rows lack. The scale converts from torch's
+The tables are one `emblib.QuantizedEmbeddingBags`, whose rows have the bytes of FBGEMM's rows. An
+FP8 row has a scale before these bytes, which FBGEMM's do not have: it converts from torch's
 exponent bias to that of the module. Ids of pruned tables are mapped to their rows by the indexes of
-`emblib.inference.InferenceEmbeddingBags`. Rows are in the memory of the device. Tables behind a
-cache raise NotImplementedError, unless `enforce_hbm` puts their rows there.
+`emblib.inference.InferenceEmbeddingBags`. Rows are in the memory of the device: tables in host
+memory or behind a cache raise NotImplementedError on a GPU, unless `enforce_hbm` is set.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -48,7 +48,7 @@ class QuantizedSpec(NamedTuple):
 
 
 _NumbersAndHeader = tuple[Tensor, Tensor | None]
-"""The numbers in the rows of a table, and scale and bias or None; or whole rows and None."""
+"""Codes of a table's rows, and scale and bias; or whole rows, and None."""
 
 _HEADER_BYTES = 4  # bytes of scale and bias, two float16
 _DTYPE_OF_FORMAT = {
@@ -62,7 +62,7 @@ class _FP8Format(NamedTuple):
     """The properties of an FP8 format of torch."""
 
     row_format: RowFormat
-    bias: int  # of the exponent
+    bias: int  # bias of the exponent
     largest_byte: int  # byte of the largest finite number
 
 
@@ -70,7 +70,7 @@ _FP8_FORMAT_OF_BITS = {  # by exponent bits
     4: _FP8Format(RowFormat.FP8_E4M3, 7, 0x7E),
     5: _FP8Format(RowFormat.FP8_E5M2, 15, 0x7B),
 }
-_MAX_SCALE_EXPONENT = 15  # of a float16, which holds the scale of a row
+_MAX_SCALE_EXPONENT = 15  # largest exponent of a float16, which stores the scale of a row
 
 _ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "there is no cache"),
@@ -78,15 +78,15 @@ _ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "scale_bias_size_in_bytes": (_HEADER_BYTES, "scale and bias of a row are two float16"),
     "reverse_qparam": (False, "a row begins with scale and bias"),
 }
-"""The only value that each argument without a counterpart may have, and the reason."""
+"""The only supported value of some arguments, and the reason."""
 
 
 class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     """Table-batched lookups in read-only rows, with the interface of FBGEMM's class.
 
     Rows are zeros until `assign_embedding_weights`, or until the views of `split_embedding_weights`
-    are written to. Nothing here has a gradient. The bytes of a row are FBGEMM's on a CPU. On a GPU
-    FBGEMM pads rows to `row_alignment` bytes; here they end at a multiple of 4.
+    are written to. There are no gradients. On a CPU the bytes of a row are those of FBGEMM; on a
+    GPU FBGEMM pads rows to `row_alignment` bytes, and emblib to a multiple of 4.
 
     Args:
         embedding_specs: name, rows, dim, format (INT8, INT4, INT2, FP8, FP16, BF16 or FP32) and
@@ -95,18 +95,17 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             reads table i.
         pooling_mode: SUM, MEAN, or NONE for one vector per lookup.
         device: device of rows and lookups; None is the current GPU.
-        index_remapping: row of each id of each table, -1 for pruned ones, or None for all ids; see
-            `set_index_remappings`, which takes `pruning_hash_load_factor` and
-            `use_array_for_index_remapping`, too.
-        bounds_check_mode: reaction to invalid input; the caller's tensors do not change.
-        weight_lists: the argument of `assign_embedding_weights`, if there are rows already.
-        output_dtype: FP32, FP16 or BF16; or, without pooling, INT8 or INT4 for the bytes of the
-            rows of tables that all have this format.
-        fp8_exponent_bits: 4 or 5, the exponent bits of FP8 rows.
-        fp8_exponent_bias: the exponent bias of FP8 rows.
-        row_alignment: FBGEMM's alignment of rows; here they end at a multiple of 4.
-        enforce_hbm: whether MANAGED and MANAGED_CACHING tables on a GPU are in its memory; without
-            it they raise.
+        index_remapping: map from ids to rows of each table, see `set_index_remappings`, which has
+            the arguments `pruning_hash_load_factor` and `use_array_for_index_remapping`, too.
+        bounds_check_mode: reaction to invalid input; the caller's tensors are not written to.
+        weight_lists: rows, as for `assign_embedding_weights`; None for zeros.
+        output_dtype: format of the output: FP32, FP16 or BF16; or without pooling INT8, INT4 or
+            INT2, for the bytes of rows of tables that all have this format.
+        fp8_exponent_bits: number of exponent bits of FP8 rows, 4 or 5; None is 4.
+        fp8_exponent_bias: exponent bias of FP8 rows; None is 7.
+        row_alignment: FBGEMM's alignment of rows in bytes; None is 1 on a CPU, 16 on a GPU.
+        enforce_hbm: whether MANAGED and MANAGED_CACHING tables are in the memory of the GPU; if
+            not, they raise.
 
     `uvm_host_mapped`, `feature_names_per_table` and `indices_dtype` are stored without effect; ids
     may be int32 or int64. Arguments whose names begin with cache have no effect.
@@ -114,8 +113,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     `reverse_qparam` must be their defaults.
 
     Raises:
-        NotImplementedError: emblib does not have a location, a format or the value of an argument.
-        RuntimeError: no device is passed, and torch sees no GPU.
+        NotImplementedError: a location, a format or the value of an argument is not supported.
+        RuntimeError: `device` is None, and torch sees no GPU.
         ValueError: there is no table, or arguments do not fit each other.
     """
 
@@ -195,16 +194,16 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     @property
     def current_device(self) -> torch.device:
-        """Return the device of the rows."""
+        """Device of the rows."""
         return self._quantized_bags().packed.device if self._lookup_modules else self._device
 
     @property
     def weight_initialized(self) -> bool:
-        """Return whether there is memory for the rows."""
+        """True if the rows are allocated."""
         return bool(self._lookup_modules)
 
     def log(self, msg: str) -> None:
-        """Log at level INFO with the module's id."""
+        """Log `msg` and the module's id, `uuid`, at level INFO."""
         _logger.info("[TBE=%s] %s", self.uuid, msg)
 
     def get_feature_num_per_table(self) -> list[int]:
@@ -216,23 +215,27 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE, in the output dtype.
+        """Look up and pool.
 
         Args:
-            indices: int32 or int64 `[L]`; -1 is skipped.
-            offsets: int32 or int64 `[F * B + 1]`, feature-major.
-            per_sample_weights: `[L]`, scales each row.
+            indices: int32 or int64 `[L]`; index -1 is skipped.
+            offsets: int32 or int64 `[F * B + 1]`, feature after feature.
+            per_sample_weights: factor of each row, `[L]`; None for ones.
+
+        Returns:
+            `[B, sum D]`, or for pooling NONE `[L, D]`, in the output dtype; with an output of bytes
+            whole rows, uint8 `[L, row bytes]`.
 
         Raises:
-            RuntimeError: there are no rows yet; there are weights without pooling; or the input is
-                invalid, in mode FATAL.
+            RuntimeError: there are no rows yet, there are weights without pooling, or the input is
+                invalid in mode FATAL.
         """
         return self._forward_impl(indices, offsets, per_sample_weights)
 
     def _forward_impl(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Look up; subclasses of TorchRec call it."""
+        """Look up; TorchRec's subclasses call this."""
         if not self._lookup_modules:
             raise RuntimeError(
                 "there are no rows yet: call initialize_weights() and assign_embedding_weights()"
@@ -252,7 +255,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             return self._lookup_modules[0](indices, offsets, weights)
 
     def _look_up_bytes(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Return the bytes of a row per lookup, zeros for pruned ids; waits for a GPU."""
+        """Return the bytes of the row of each lookup, zeros for pruned ids. Waits for a GPU."""
         lookup_module, quantized_bags = self._lookup_modules[0], self._quantized_bags()
         if isinstance(lookup_module, InferenceEmbeddingBags):
             indices = quant.map_ids(
@@ -264,28 +267,34 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 None,
             )
         if (mode := quantized_bags.bounds_check) is not BoundsCheck.NONE:
-            given_offsets, mode_code = offsets, codes.BOUNDS_CHECK[mode.value]
+            unchecked_offsets, mode_code = offsets, codes.BOUNDS_CHECK[mode.value]
             offsets, violations = tbe.check_bounds(
-                indices, given_offsets, quantized_bags.features, None, mode_code
+                indices, unchecked_offsets, quantized_bags.features, None, mode_code
             )
             if mode is BoundsCheck.WARNING and bool(violations.any()):
-                quantized_bags(indices, given_offsets)  # counts and warns
+                quantized_bags(indices, unchecked_offsets)  # counts and warns
         num_features = len(self.feature_table_map)
         bags_per_feature = (offsets.numel() - 1) // num_features
         id_ends = offsets[
             torch.arange(num_features + 1, device=offsets.device) * bags_per_feature
         ].tolist()
         tables = self._row_views()
-        # the first block is for lookups before the first bag
+        # Zeros for lookups before the first bag come first.
         row_blocks = [tables[0].new_zeros(id_ends[0], tables[0].size(1))]
         for table, begin, end in zip(self.feature_table_map, id_ends, id_ends[1:], strict=False):
             ids = indices[begin:end]
-            row_ids = ids.where((ids >= 0) & (ids < len(tables[table])), 0)  # as in float lookups
+            # As in other lookups, invalid ids read row 0, and -1 reads zeros.
+            row_ids = ids.where((ids >= 0) & (ids < len(tables[table])), 0)
             row_blocks.append(tables[table][row_ids] * (ids != -1).unsqueeze(1))
         return torch.cat(row_blocks)
 
     def _make_graph_lookup(self) -> "ScriptableLookup":
-        """Return a module that looks up by calls of operators only, for graphs."""
+        """Return a module that looks up with calls of operators only, for graphs.
+
+        Raises:
+            RuntimeError: there are no rows yet.
+            TypeError: the output is bytes.
+        """
         if not self._lookup_modules:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
         if self._returns_bytes:
@@ -298,9 +307,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     # Rows
 
     def initialize_weights(self) -> None:
-        """Allocate the rows, with values of zero; a second call does nothing.
+        """Allocate the rows, with values of 0; a second call does nothing.
 
-        FP8 rows get the scale of the module's exponent bias, which is not among their bytes.
+        FP8 rows also get their scale, which the views of this module do not show.
         """
         if self._lookup_modules:
             return
@@ -328,7 +337,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self._set_rows(quantized_bags)
 
     def _set_rows(self, quantized_bags: QuantizedEmbeddingBags) -> None:
-        """Look up in `quantized_bags` from now on; ids of pruned tables are mapped first."""
+        """Make `quantized_bags` the tables of all lookups; map the ids of pruned ones before."""
         is_pruned = any(index is not None for index in self._index_of_table)
         self._lookup_modules = [
             InferenceEmbeddingBags(quantized_bags, self._index_of_table)
@@ -344,16 +353,16 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def split_embedding_weights_with_scale_bias(
         self, split_scale_bias_mode: int = 1
     ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-        """Return the bytes of the rows of each table, as views.
+        """Return the rows of each table as views; entries that a mode does not have are None.
 
         Args:
-            split_scale_bias_mode: 0 for whole rows, uint8 `[rows, bytes]`; 1 for numbers, and scale
-                and bias, uint8 `[rows, 4]`; 2 for numbers, scale and bias, float16 `[rows, 1]`.
-                Tables of floats and of FP8 have their rows only.
+            split_scale_bias_mode: 0 for whole rows, uint8 `[rows, row bytes]`; 1 for codes, and
+                scale and bias together, uint8 `[rows, 4]`; 2 for codes, scale and bias, both
+                float16 `[rows, 1]`. Tables of floats and of FP8 have whole rows in every mode.
 
         Raises:
             RuntimeError: there are no rows yet.
-            ValueError: the mode is unknown.
+            ValueError: `split_scale_bias_mode` is not 0, 1 or 2.
         """
         if split_scale_bias_mode not in (0, 1, 2):
             raise ValueError(
@@ -376,10 +385,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return result
 
     def _row_views(self, *, padded: bool = True) -> list[Tensor]:
-        """Return the rows of each table, uint8 `[rows, bytes]`.
+        """Return views of the rows of each table, uint8 `[rows, row bytes]`.
 
-        The stored rows end at a multiple of 4 bytes. With `padded` a view includes the padding
-        up to `row_alignment`, if the stored rows are that long.
+        Stored rows are padded to a multiple of 4 bytes. With `padded` a view has the padding up to
+        `row_alignment`, if the stored rows are long enough.
         """
         if not self._lookup_modules:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
@@ -395,23 +404,25 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return row_views
 
     def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[_NumbersAndHeader]:
-        """Return the bytes of the rows of each table, as views.
+        """Return the rows of each table as views.
 
-        With `split_scale_shifts` an entry is numbers, and scale and bias or None; without it whole
-        rows and None. See `split_embedding_weights_with_scale_bias`, modes 1 and 0.
+        With `split_scale_shifts` an entry is the codes, and scale and bias or None; without it the
+        whole rows, and None: modes 1 and 0 of `split_embedding_weights_with_scale_bias`.
         """
         mode = 1 if split_scale_shifts else 0
         parts = self.split_embedding_weights_with_scale_bias(mode)
         return [(rows, header) for rows, header, _ in parts]
 
     def assign_embedding_weights(self, q_weight_list: Sequence[_NumbersAndHeader]) -> None:
-        """Copy into `split_embedding_weights()`; nothing is written if an entry does not fit.
+        """Set the rows of all tables.
 
-        A tensor may be one row, without the dimension of rows: it is copied into each row.
+        Args:
+            q_weight_list: rows of each table, uint8, in the form of `split_embedding_weights()`. A
+                tensor of one row, without the dimension of rows, is copied into every row.
 
         Raises:
-            ValueError: the number of tables, a dtype or a shape is wrong; or FP8 rows are not
-                finite.
+            ValueError: the number of tables, a dtype or a shape is wrong, or FP8 rows have
+                infinite values; nothing is written.
         """
         self.initialize_weights()
         targets = self.split_embedding_weights()
@@ -442,14 +453,17 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             view.copy_(values)
 
     def fill_random_weights(self) -> None:
-        """Fill the numbers of rows at random, rows of floats from [-1, 1); scale and bias stay."""
+        """Fill rows with random codes, or rows of floats with values from [-1, 1).
+
+        Scale and bias stay as they are.
+        """
         self.initialize_weights()
         for (rows, _), spec in zip(
             self.split_embedding_weights(), self.embedding_specs, strict=True
         ):
             if spec.format in _DTYPE_OF_FORMAT:
                 rows.view(_DTYPE_OF_FORMAT[spec.format]).uniform_(-1, 1)
-            else:  # of FP8, bytes that are finite in both formats
+            else:  # bytes below 0x78 are finite in both FP8 formats
                 rows.random_(0, 0x78 if spec.format is SparseType.FP8 else 0xFF)
 
     def embedding_inplace_update(
@@ -463,15 +477,34 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         Args:
             update_table_indices: numbers of the tables.
             update_row_indices: numbers of the rows of each of these tables.
-            update_weights: the new rows of each, as `split_embedding_weights(False)` has them.
+            update_weights: new rows of each of these tables, uint8 `[rows, row bytes]`, in the form
+                of `split_embedding_weights(False)`.
 
         Raises:
+            IndexError: a table or a row does not exist; nothing is changed.
             RuntimeError: there are no rows yet.
-            ValueError: the lists differ in length; nothing is changed.
+            ValueError: the lists differ in length, or new rows have another dtype or shape; nothing
+                is changed.
         """
         tables = self._row_views()
         updates = list(zip(update_table_indices, update_row_indices, update_weights, strict=True))
         for table, rows, weights in updates:
+            if not 0 <= table < len(tables):
+                raise IndexError(f"table {table} does not exist, there are {len(tables)}")
+            num_rows, row_bytes = tables[table].shape
+            if not all(0 <= row < num_rows for row in rows):  # torch would count -1 from the end
+                raise IndexError(f"table {table}: rows must be in [0, {num_rows}), got {rows}")
+            expected_shape = (len(rows), row_bytes)
+            # An assignment would broadcast one row, and wrap numbers beyond a byte.
+            is_fitting = weights.dtype == torch.uint8 and tuple(weights.shape) == expected_shape
+            if rows and not is_fitting:
+                raise ValueError(
+                    f"table {table}: new rows must be uint8 {list(expected_shape)}, got "
+                    f"{weights.dtype} {list(weights.shape)}"
+                )
+        for table, rows, weights in updates:
+            if not rows:
+                continue
             target = tables[table]
             index = torch.tensor(rows, dtype=torch.int64, device=target.device)
             target[index] = weights.to(target.device)
@@ -482,12 +515,15 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Set the map from ids to rows of each table; it replaces the earlier maps.
+        """Set the map from ids to rows of each table, which replaces the earlier one.
 
-        Entry i of a map is the row of id i, or -1 if the id is pruned. The ids of a table whose map
-        is None are its rows; an empty list is None for all tables. With
-        `use_array_for_index_remapping=False` a map is stored as a hash table of the ids that have
-        rows. It is at most half full; `pruning_hash_load_factor` is ignored.
+        Args:
+            index_remapping: map of each table: entry i is the row of id i, or -1 if the id is
+                pruned. The ids of a table whose map is None are its rows. An empty list is None
+                for all tables.
+            pruning_hash_load_factor: ignored: hash tables are at most half full.
+            use_array_for_index_remapping: whether a map is stored as an array, not as a hash table
+                of the ids that have rows.
 
         Raises:
             ValueError: the numbers of maps and tables differ.
@@ -514,15 +550,18 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        """Describe tables and pooling."""
+        """Return a text with the number of tables, their formats and the pooling."""
         formats = sorted({spec.format.name for spec in self.embedding_specs})
         return f"{len(self.embedding_specs)} tables, {', '.join(formats)}, {self.pooling_mode.name}"
 
 
 class ScriptableLookup(nn.Module):
-    """The lookup of quantised tables by calls of operators only, for `torch.fx` and TorchScript.
+    """Lookups in quantised tables with calls of operators only, for `torch.fx` and TorchScript.
 
-    It shares the memory of the tables. Invalid ids read row 0, without a report.
+    The module shares the memory of the tables. Invalid ids read row 0, without a warning.
+
+    Args:
+        lookup_module: the tables, with or without indexes of pruned ids.
     """
 
     packed: Tensor
@@ -553,7 +592,7 @@ class ScriptableLookup(nn.Module):
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return pooled rows, as `IntNBitTableBatchedEmbeddingBagsCodegen.forward` does."""
+        """Look up and pool, see `IntNBitTableBatchedEmbeddingBagsCodegen.forward`."""
         if self.is_pruned:
             indices = torch.ops.emblib.map_ids(
                 self.index, self.index_tables, self.features, indices, offsets, None
@@ -575,24 +614,26 @@ class ScriptableLookup(nn.Module):
 
 
 def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
-    """Return the index of a table whose id i has row `rows[i]`, or none where that is -1.
+    """Return the index of a table whose id i has row `rows[i]`, or no row if that is -1.
 
-    With `is_array` it is an array with an entry per id, else a hash table of the ids with a row.
+    Args:
+        rows: integers of any shape, one per id.
+        is_array: whether the index is an array of all ids, not a hash table of those with a row.
     """
     rows, num_ids = rows.flatten(), rows.numel()
     if is_array:
         entries = torch.nn.functional.pad(rows.int(), (0, num_ids % 2), value=-1).view(torch.int64)
         return replace(RowIndex.of_mask(rows >= 0), entries=entries)
-    kept_ids = (rows >= 0).nonzero().view(-1)
-    entries, _ = quant.hash_entries(kept_ids, rows[kept_ids].long())
-    return replace(RowIndex.of_keys(kept_ids, num_ids=num_ids), entries=entries.flatten())
+    ids_with_rows = (rows >= 0).nonzero().view(-1)
+    entries, _ = quant.hash_entries(ids_with_rows, rows[ids_with_rows].long())
+    return replace(RowIndex.of_keys(ids_with_rows, num_ids=num_ids), entries=entries.flatten())
 
 
 # Arguments
 
 
 def _check_fixed(arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments without a counterpart."""
+    """Raise NotImplementedError unless the arguments in `_ONLY_VALUES` have their only value."""
     for name, (only_value, reason) in _ONLY_VALUES.items():
         value = arguments[name]
         if value != only_value:
@@ -600,7 +641,11 @@ def _check_fixed(arguments: Mapping[str, Any]) -> None:
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
-    """Return the device; None is the current GPU, an int the GPU of that number."""
+    """Return the device; None is the current GPU, an int the GPU of that number.
+
+    Raises:
+        RuntimeError: `device` is None, and torch sees no GPU.
+    """
     if device is None:
         if not torch.cuda.is_available():
             raise RuntimeError(
@@ -611,7 +656,12 @@ def _device(device: str | int | torch.device | None) -> torch.device:
 
 
 def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
-    """Check formats and dims; return the specs with emblib's enum members."""
+    """Return the specs with emblib's enum members.
+
+    Raises:
+        NotImplementedError: a format is not supported.
+        ValueError: there is no table, or rows do not fill whole bytes.
+    """
     if not embedding_specs:
         raise ValueError("embedding_specs must have at least one table")
     specs: list[QuantizedSpec] = []
@@ -633,7 +683,7 @@ def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
 
 
 def _check_fp8(bits: int, bias: int) -> None:
-    """Raise for FP8 rows that no float16 scale converts to a format of torch."""
+    """Raise NotImplementedError if no float16 scale converts the FP8 rows to a format of torch."""
     if (
         bits not in _FP8_FORMAT_OF_BITS
         or abs(_FP8_FORMAT_OF_BITS[bits].bias - bias) > _MAX_SCALE_EXPONENT
@@ -645,17 +695,17 @@ def _check_fp8(bits: int, bias: int) -> None:
 
 
 def _has_header(row_format: SparseType) -> bool:
-    """Return whether rows begin with scale and bias."""
+    """Return whether rows of a format begin with a scale and a bias."""
     return row_format in (SparseType.INT8, SparseType.INT4, SparseType.INT2)
 
 
 def _returns_bytes(
     output: SparseType, specs: Sequence[QuantizedSpec], pooling: PoolingMode
 ) -> bool:
-    """Return whether lookups return the bytes of rows.
+    """Return whether lookups return the bytes of rows: whether `output` is INT8, INT4 or INT2.
 
     Raises:
-        NotImplementedError: the output is bytes, and rows are pooled or have another format.
+        NotImplementedError: they do, but rows are pooled or have another format.
     """
     if not _has_header(output):
         return False
@@ -672,7 +722,12 @@ def _returns_bytes(
 def _check_locations(
     specs: Sequence[QuantizedSpec], device: torch.device, *, enforce: bool
 ) -> bool:
-    """Raise for rows outside the memory of the device; return whether that is a CPU's."""
+    """Return whether the tables are on a CPU.
+
+    Raises:
+        NotImplementedError: a table is not in the memory of `device`; `enforce` moves those of a
+            GPU in host memory there.
+    """
     locations = {spec.location for spec in specs}
     is_cpu = device.type == "cpu" or (
         device.type == "meta" and locations == {EmbeddingLocation.HOST}

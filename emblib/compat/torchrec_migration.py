@@ -1,9 +1,10 @@
-"""Migration of TorchRec's unsharded collections: emblib's collections take their places.
+"""Migration of TorchRec's unsharded collections to emblib's.
 
 A migrated collection is emblib's, with the keys of TorchRec's state dict. Its results have types of
 the library of the batch: for a `KeyedJaggedTensor` of TorchRec it returns a `KeyedTensor` or
 `JaggedTensor`s of TorchRec. Each table has the optimizer of its weight, so tables may have
-different optimizers.
+different optimizers. Invalid ids have the effect that they had before: they raise where TorchRec
+looks up with torch's modules, and have the `bounds_check_mode` of FBGEMM's modules otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from emblib import (
+    BoundsCheck,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -45,24 +47,31 @@ from emblib.sharding.awaitables import LazyAwaitable
 from emblib.sharding.lookup import CollectionRequests, CollectionSteps
 from emblib.sharding.shard import SHARDED
 
+_UNKNOWN_ID = -2  # outside every table; emblib skips -1
 _JAGGED_TYPES_MODULE = "torchrec.sparse.jagged_tensor"
 
 
 def _types_of(features: Any) -> Any:
-    """Return TorchRec's module of jagged types if `features` are one of them; None otherwise."""
+    """Return TorchRec's module of jagged types if `features` has one of them, else None."""
     is_torchrec = any(base.__module__ == _JAGGED_TYPES_MODULE for base in type(features).__mro__)
     return sys.modules[_JAGGED_TYPES_MODULE] if is_torchrec else None
 
 
 def _to_keyed(features: Any) -> Any:
-    """Convert a TensorDict to TorchRec's KeyedJaggedTensor; return other batches as they are."""
+    """Convert a TensorDict to TorchRec's KeyedJaggedTensor; return other batches unchanged.
+
+    A TensorDict is returned unchanged, too, if TorchRec's conversion is not imported.
+    """
     is_dict = type(features).__module__.partition(".")[0] == "tensordict"
     module: Any = sys.modules.get("torchrec.sparse.tensor_dict")
     return module.maybe_td_to_kjt(features, None) if is_dict and module else features
 
 
 def _to_library_types(output: Any, types: Any) -> Any:
-    """Return the output of a collection in TorchRec's types; as it is if `types` is None."""
+    """Convert the output of a collection to TorchRec's types; return it unchanged for None.
+
+    `types` is the result of `_types_of`.
+    """
     if types is None:
         return output
     if isinstance(output, KeyedTensor):
@@ -79,41 +88,90 @@ def _to_library_types(output: Any, types: Any) -> Any:
     }
 
 
-class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
-    """A collection of emblib that replaces one of TorchRec."""
+def _refuse_skipped_ids(collection: Any, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return `batch`; if `collection.skips_ids` is False, the check of its ids fails for -1, too.
 
-    trained_by = ""  # class of the torch.optim optimizer with its parameters, if any
+    Raises:
+        RuntimeError: a feature of the tables has id -1, and the host can read ids without a wait.
+    """
+    ids = batch.values()
+    if collection.skips_ids:
+        return batch
+    is_skipped = ids == -1
+    is_traced = torch.compiler.is_compiling() or type(ids) is not Tensor
+    if ids.device.type != "cpu" or is_traced:
+        return KeyedJaggedTensor.from_valid(
+            batch.keys(),
+            ids.masked_fill(is_skipped, _UNKNOWN_ID),
+            batch.weights_or_none(),
+            batch.lengths_or_none(),
+            batch.offsets_or_none(),
+            batch.stride(),
+            batch.inverse_indices_or_none(),
+            batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
+        )
+    if is_skipped.any():
+        for config in collection.configs:
+            for key in set(config.feature_names) & set(batch.keys()):
+                if (batch[key].values() == -1).any():
+                    raise RuntimeError(
+                        f"feature {key!r} has id -1, ids of table {config.name!r} must be in "
+                        f"[0, {config.num_embeddings}): torch's modules skip no id"
+                    )
+    return batch
+
+
+class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
+    """A collection of emblib that replaces one of TorchRec.
+
+    Attributes:
+        trained_by: class name of the torch optimizer that trains its parameters; "" for none.
+        skips_ids: whether id -1 is skipped, as by FBGEMM's modules; torch's raise.
+    """
+
+    trained_by = ""
+    skips_ids = True
 
     def forward(self, features: Any) -> Any:
-        """Pool the bags of each feature; returns a KeyedTensor of the library of `features`."""
+        """Pool the bags of each feature; return a KeyedTensor of the library of `features`."""
         batch = _to_keyed(features)
-        return _to_library_types(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
+        adopted = _refuse_skipped_ids(self, KeyedJaggedTensor.adopt(batch))
+        return _to_library_types(super().forward(adopted), _types_of(batch))
 
 
 class MigratedEmbeddingCollection(EmbeddingCollection):
-    """A collection of emblib that replaces one of TorchRec."""
+    """A collection of emblib that replaces one of TorchRec.
 
-    trained_by = ""  # class of the torch.optim optimizer with its parameters, if any
+    Its attributes are those of `MigratedEmbeddingBagCollection`.
+    """
+
+    trained_by = ""
+    skips_ids = True
 
     def forward(self, features: Any) -> Any:
-        """Look up every id; returns JaggedTensors of the library of `features` by name."""
+        """Look up every id; return JaggedTensors of the library of `features` by name."""
         batch = _to_keyed(features)
-        return _to_library_types(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
+        adopted = _refuse_skipped_ids(self, KeyedJaggedTensor.adopt(batch))
+        return _to_library_types(super().forward(adopted), _types_of(batch))
 
     def embedding_dim(self) -> int:
-        """Return the columns of each table, which TorchRec requires to be equal."""
+        """Return the number of columns of every table, which TorchRec requires to be equal."""
         return int(self.configs[0].embedding_dim)
 
 
 class _ReceivedBatch(NamedTuple):
-    """A batch received from all ranks, and TorchRec's types if this rank sent one of them."""
+    """A batch received from all ranks, and the types for this rank's output."""
 
     batch: Any
-    types: Any
+    types: Any  # result of `_types_of` for the batch that this rank sent
 
 
 class _WithTypes:
-    """The stages of a sharded lookup; its output has types of the same library as its input."""
+    """Stages of a sharded lookup whose output has types of the library of its input.
+
+    Raises:
+        ValueError: a torch optimizer trains the parameters of `source`, which sharding replaces.
+    """
 
     def __init__(
         self, source: Any, *arguments: Any, optimizer: optim.Optimizer | None = None, **options: Any
@@ -127,16 +185,18 @@ class _WithTypes:
             )
         parent: Any = super()
         parent.__init__(source, *arguments, optimizer=optimizer, **options)
+        self.skips_ids = source.skips_ids
 
     def collection_requests(self, features: Any) -> CollectionRequests:
-        """Return the ids to send, of a batch of either library."""
+        """Return the ids to send, for a batch of either library."""
         batch = _to_keyed(features)
         parent: Any = super()
-        inputs: CollectionRequests = parent.collection_requests(
-            None if batch is None else KeyedJaggedTensor.adopt(batch)
-        )
+        adopted = None
+        if batch is not None:
+            adopted = _refuse_skipped_ids(self, KeyedJaggedTensor.adopt(batch))
+        requests: CollectionRequests = parent.collection_requests(adopted)
         types = _types_of(batch)
-        return inputs._replace(join=lambda batches: _ReceivedBatch(inputs.join(batches), types))
+        return requests._replace(join=lambda batches: _ReceivedBatch(requests.join(batches), types))
 
     def prefetch(self, received: Any) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
@@ -149,16 +209,16 @@ class _WithTypes:
         return parent.compute(received.batch)
 
     def collection_steps(self, rows: Any, received: Any) -> CollectionSteps:
-        """Return the lookup of a batch."""
+        """Return the outputs of a batch: `rows` are those that `compute` looked up."""
         parent: Any = super()
-        outputs: CollectionSteps = parent.collection_steps(rows, received.batch)
+        steps: CollectionSteps = parent.collection_steps(rows, received.batch)
 
         def join(pending: list[Any]) -> LazyAwaitable[Any]:
-            output: LazyAwaitable[Any] = outputs.join(pending)
+            output: LazyAwaitable[Any] = steps.join(pending)
             output.then(lambda result: _to_library_types(result, received.types))
             return output
 
-        return outputs._replace(join=join)
+        return steps._replace(join=join)
 
 
 class ShardedMigratedEmbeddingBagCollection(_WithTypes, ShardedEmbeddingBagCollection):
@@ -174,7 +234,17 @@ SHARDED[MigratedEmbeddingCollection] = ShardedMigratedEmbeddingCollection
 
 
 class ReplacedCollection(Replaced):
-    """An EmbeddingBagCollection or EmbeddingCollection, whose weights torch trains."""
+    """Replacement of an EmbeddingBagCollection or EmbeddingCollection, whose weights torch trains.
+
+    Args:
+        paths: paths of the collection in the model.
+        old: the collection of TorchRec.
+        optimizers: torch optimizers that may train its weights.
+        tables: optimizer for all tables; None for that of each weight.
+
+    Raises:
+        NotMigrated: `old` is of a subclass, or a weight or its optimizer cannot be migrated.
+    """
 
     def __init__(
         self,
@@ -191,9 +261,11 @@ class ReplacedCollection(Replaced):
         optimizers_and_notes = [optimizer_for(w.trained, w.weight, tables) for w in self.weights]
         _check_steps(self.weights, [optimizer for optimizer, _ in optimizers_and_notes])
         self.note = "; ".join(dict.fromkeys(note for _, note in optimizers_and_notes if note))
-        super().__init__(
-            paths, old, _make_migrated(old, [optimizer for optimizer, _ in optimizers_and_notes])
-        )
+        table_optimizers = [optimizer for optimizer, _ in optimizers_and_notes]
+        # torch's modules raise for invalid ids, -1 among them.
+        migrated = _make_migrated(old, table_optimizers, BoundsCheck.FATAL)
+        migrated.skips_ids = False
+        super().__init__(paths, old, migrated)
 
     @staticmethod
     def _check(old: Any) -> None:
@@ -208,7 +280,7 @@ class ReplacedCollection(Replaced):
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        """Return the bytes in training before and after."""
+        """Bytes in training, before and after."""
         before, after = TrainingMemory(), TrainingMemory()
         for weight, table in zip(self.weights, self._tables, strict=True):
             before += weight.memory
@@ -217,43 +289,46 @@ class ReplacedCollection(Replaced):
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
-        """Return the distinct optimizers that backward applies."""
+        """The distinct optimizers that backward applies."""
         fused = (table.module.optimizer for table in self._tables if table.is_fused)
         return list(dict.fromkeys(fused))
 
     @property
     def is_fused(self) -> bool:
-        """Return whether backward updates a table."""
+        """True if backward updates a table."""
         return any(table.is_fused for table in self._tables)
 
     @property
     def is_trained(self) -> bool:
-        """Return whether an optimizer of torch trained a weight."""
+        """True if a torch optimizer trains a weight."""
         return any(w.trained is not None and w.weight.requires_grad for w in self.weights)
 
     def sizes(self) -> str:
-        """Return tables and rows."""
+        """Return a text with the numbers of tables and rows."""
         return f"{len(self.new.configs)} tables, {sum(len(t.rows) for t in self._tables)} rows"
 
     def carry_over(self) -> None:
-        """Copy rows and states into the tables."""
+        """Copy rows and optimizer states into the new tables."""
         for weight, table in zip(self.weights, self._tables, strict=True):
             weight.carry_over(table)
 
     def replace_in_optimizers(self) -> None:
-        """Change the groups of the optimizers."""
+        """Replace the old parameters in the groups of the optimizers, or remove fused ones."""
         for weight, table in zip(self.weights, self._tables, strict=True):
             weight.replace_in_optimizer(table)
             if weight.trained is not None and not table.is_fused:
                 self.new.trained_by = type(weight.trained.optimizer).__name__
 
     def carry_back(self) -> None:
-        """Copy rows and states back; the groups of the optimizers follow."""
+        """Copy rows and states back, and put the old parameters into the optimizers' groups."""
         for weight, table in zip(self.weights, self._tables, strict=True):
             weight.carry_back(table)
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a collection of TorchRec with some of the rows, and its optimizers."""
+        """Return a collection of TorchRec with some rows of each table, and its optimizers.
+
+        A table has at most `max_rows` rows; None takes all.
+        """
         module, rows = _smaller_collection(self.old, max_rows, seed)
         optimizers: list[TorchOptimizer] = []
         pairs = zip(self.weights, self._tables, _table_modules(module).values(), rows, strict=True)
@@ -271,7 +346,7 @@ class ReplacedCollection(Replaced):
         return module, optimizers
 
     def features(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the features as `TraceRecorder` names them."""
+        """Return the name of each feature, as `TraceRecorder` has it per path, and its table."""
         return [
             (tuple(f"{path}.{feature}" for path in self.paths), number)
             for number, config in enumerate(self.new.configs)
@@ -279,7 +354,10 @@ class ReplacedCollection(Replaced):
         ]
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
-        """Return the flat results; a feature of several tables has the bags of its first table."""
+        """Look up `bags` with the old or the new collection; return the values of its output.
+
+        A feature that several tables read has the bags for the first one.
+        """
         bags_of_feature: dict[str, Bags] = {}
         for (names, _), feature_bags in zip(self.features(), bags, strict=True):
             bags_of_feature.setdefault(names[0].removeprefix(f"{self.paths[0]}."), feature_bags)
@@ -299,12 +377,12 @@ class ReplacedCollection(Replaced):
         return pooled
 
     def rows(self, module: Any) -> list[Tensor]:
-        """Return the rows of each table."""
+        """Return the rows of each table of the old or the new collection."""
         return [child.weight.detach() for child in _table_modules(module).values()]
 
 
 class ReplacedFusedCollection(ReplacedCollection):
-    """A FusedEmbeddingBagCollection, whose tables FBGEMM's modules train in backward."""
+    """Replacement of a fused collection, whose tables FBGEMM's modules train in backward."""
 
     def __init__(
         self,
@@ -315,18 +393,21 @@ class ReplacedFusedCollection(ReplacedCollection):
     ) -> None:
         self._check(old)
         self.weights, self._tbe_of_tables = [], _tbe_of_each_table(old)
-        optimizers_by_module = {
-            id(module): ReplacedSplitTBE(("",), module, (), None).optimizers[0]
+        bags_by_module = {
+            id(module): ReplacedSplitTBE(("",), module, (), None).new.bags
             for module, _ in self._tbe_of_tables
         }
-        fused = [optimizers_by_module[id(module)] for module, _ in self._tbe_of_tables]
+        bags_of_tables = [bags_by_module[id(module)] for module, _ in self._tbe_of_tables]
+        migrated = _make_migrated(
+            old, [bags.optimizer for bags in bags_of_tables], bags_of_tables[0].bounds_check
+        )
         if _is_pooled(old) and len({config.pooling for config in _configs(old)}) > 1:
             self.note = "columns follow the names; TorchRec's come in the order of the poolings"
-        Replaced.__init__(self, paths, old, _make_migrated(old, fused))
+        Replaced.__init__(self, paths, old, migrated)
 
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        """Return the bytes of rows and states before and after."""
+        """Bytes of rows and optimizer states, before and after."""
         before, after = TrainingMemory(), TrainingMemory()
         for (module, number), table in zip(self._tbe_of_tables, self._tables, strict=True):
             states = sum(state.nbytes for state in _states(module, number))
@@ -336,11 +417,11 @@ class ReplacedFusedCollection(ReplacedCollection):
 
     @property
     def is_trained(self) -> bool:
-        """Return that backward trains the tables."""
+        """True: backward trains the tables."""
         return True
 
     def carry_over(self) -> None:
-        """Copy rows, states and steps into the tables."""
+        """Copy rows, optimizer states and steps into the new tables."""
         for (module, number), table in zip(self._tbe_of_tables, self._tables, strict=True):
             table.rows.copy_(module.split_embedding_weights()[number])
             for new, old in _state_pairs(table, module, number):
@@ -348,13 +429,14 @@ class ReplacedFusedCollection(ReplacedCollection):
             table.module.set_step(step_of(module))
 
     def carry_back(self) -> None:
-        """Copy rows, states and steps back."""
+        """Copy rows, optimizer states and steps back."""
         self._copy_into(
             self._tbe_of_tables,
             [torch.arange(len(table.rows), device="cpu") for table in self._tables],
         )
 
     def _copy_into(self, tbes: Sequence[tuple[Any, int]], rows: Sequence[Tensor]) -> None:
+        """Copy the rows `rows[t]` of new table t, with states and step, into table t of `tbes`."""
         for (module, number), table, row_ids in zip(tbes, self._tables, rows, strict=True):
             row_ids = row_ids.to(table.rows.device)
             module.split_embedding_weights()[number].copy_(table.rows[row_ids])
@@ -365,7 +447,10 @@ class ReplacedFusedCollection(ReplacedCollection):
             module.set_learning_rate(float(table.module.learning_rate))
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a collection of TorchRec with some of the rows; it trains itself."""
+        """Return a collection of TorchRec with up to `max_rows` rows per table, and no optimizers.
+
+        Its backward updates the rows.
+        """
         module, rows = _smaller_collection(self.old, max_rows, seed)
         with torch.no_grad():
             self._copy_into(_tbe_of_each_table(module), rows)
@@ -375,7 +460,7 @@ class ReplacedFusedCollection(ReplacedCollection):
 def _check_steps(
     weights: Sequence[TorchWeight], optimizers: Sequence[optim.Optimizer | None]
 ) -> None:
-    """Raise NotMigrated for tables of one Adam that were trained for different numbers of steps."""
+    """Raise NotMigrated if tables with equal Adam optimizers have different numbers of steps."""
     steps: dict[optim.Optimizer, set[int]] = {}
     for weight, optimizer in zip(weights, optimizers, strict=True):
         if isinstance(optimizer, optim.Adam) and weight.trained is not None:
@@ -398,19 +483,19 @@ def _tbe_of_each_table(collection: Any) -> list[tuple[Any, int]]:
 
 
 def _states(module: Any, number: int) -> list[Tensor]:
-    """Return the states of a table in FBGEMM's order."""
+    """Return the optimizer states of table `number` of a module of FBGEMM; [] without states."""
     states: list[list[Tensor]] = module.split_optimizer_states()
     return states[number] if states else []
 
 
 def _state_pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a table's states and the states of FBGEMM's module."""
+    """Return the optimizer states of a new table, each with that of table `number` of FBGEMM."""
     states = [table.states[name] for name in STATE_ORDER if name in table.states]
     return list(zip(states, _states(module, number), strict=True))
 
 
 def _migrated_table(handle: Any) -> MigratedTable:
-    """Return the rows and states of a table, given its handle in the new collection."""
+    """Return rows and optimizer states of a table of the new collection."""
     views = handle.views()
     rows = views.pop("weight")
     return MigratedTable(rows, views, handle.module, handle.weight)
@@ -434,16 +519,16 @@ def _configs(collection: Any) -> list[Any]:
 
 
 def _options(old: Any) -> dict[str, Any]:
-    """Return the constructor options of a collection besides its tables."""
+    """Return the constructor options of a collection, other than tables, device and optimizer."""
     if _is_pooled(old):
         return {"is_weighted": old.is_weighted()}
     return {"need_indices": old.need_indices()}
 
 
 def _make_migrated(
-    old: Any, optimizers: Sequence[optim.Optimizer | None]
-) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Return a migrated collection, with an optimizer per table."""
+    old: Any, optimizers: Sequence[optim.Optimizer | None], bounds_check: BoundsCheck
+) -> MigratedEmbeddingBagCollection | MigratedEmbeddingCollection:
+    """Return a migrated collection with initial values; `optimizers` has one per table."""
     table_modules, is_pooled = _table_modules(old), _is_pooled(old)
     tables: list[Any] = []
     for config, optimizer in zip(_configs(old), optimizers, strict=True):
@@ -464,7 +549,9 @@ def _make_migrated(
             tables.append(EmbeddingConfig(**arguments))
     device = next(iter(table_modules.values())).weight.device
     migrated_class = MigratedEmbeddingBagCollection if is_pooled else MigratedEmbeddingCollection
-    collection: Any = migrated_class(tables, device=device, **_options(old))
+    collection: Any = migrated_class(
+        tables, device=device, bounds_check=bounds_check, **_options(old)
+    )
     return collection
 
 
@@ -504,7 +591,7 @@ def _refuse_quantised(paths: Sequence[str], old: Any, optimizers: Any, tables: A
 def _collection_factory(
     paths: Sequence[str], old: Any, optimizers: Any, tables: optim.Optimizer | None
 ) -> Replaced:
-    """Return what replaces a collection; refuse quantised ones, which have the same class names."""
+    """Return the replacement of a collection; refuse quantised ones, which have the same names."""
     if ".quant." in type(old).__module__:
         return _refuse_quantised(paths, old, optimizers, tables)
     return ReplacedCollection(paths, old, optimizers, tables)

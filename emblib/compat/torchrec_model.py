@@ -42,7 +42,7 @@ from emblib.sharding.shard import collections_of
 
 
 def default_sharders() -> list[Any]:
-    """Return one sharder of each class, without an optimizer."""
+    """Return a new sharder for each class of collections, without an optimizer."""
     return [
         EmbeddingBagCollectionSharder(),
         EmbeddingCollectionSharder(),
@@ -55,12 +55,12 @@ get_default_sharders = default_sharders
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
-    """Return the default sharders by the class of module."""
+    """Return the default sharders, by the class of the collections that they shard."""
     return {sharder.module_type: sharder for sharder in default_sharders()}
 
 
 def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
-    """Return the sharder for the most specific class of `module`; None if no sharder fits."""
+    """Return the sharder for the most specific class of `module`; None if no sharder takes it."""
     candidates = [s for s in sharders if isinstance(module, s.module_type)]
     base_classes = type(module).__mro__
     return min(candidates, key=lambda s: base_classes.index(s.module_type), default=None)
@@ -73,18 +73,20 @@ def shard(
     device: torch.device | str | None = None,
     sharder: Any = None,
 ) -> nn.Module:
-    """Return the sharded form of one collection.
+    """Return the sharded form of one collection. All ranks must call this.
 
     Args:
         module: collection to shard.
-        plan: the sharding of each table: a `ParameterSharding`, or the result of a function such as
-            `row_wise()`. One such result alone is for all tables.
-        env: the ranks; by default all processes.
+        plan: sharding of each table, by name: a `ParameterSharding`, or the result of a function
+            such as `row_wise()`; or one such result for all tables.
+        env: environment with the ranks; None is all processes.
         device: device of the tables; None is the device of the ranks.
-        sharder: sharder of the module; None uses the default one of its class.
+        sharder: sharder of the collection; None is the default one of its class.
 
     Raises:
-        TypeError: a module has no sharder.
+        TypeError: no default sharder takes the module.
+        ValueError: `plan` does not have exactly the tables of the collection, or a sharding does
+            not fit a table or the ranks.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
     sharder = _sharder_of(module, default_sharders()) if sharder is None else sharder
@@ -93,22 +95,24 @@ def shard(
     collection: Any = module
     names = [config.name for config in collection.configs]
     shardings = dict.fromkeys(names, plan) if isinstance(plan, ShardingRule) else dict(plan)
-    unplaced_tables = [name for name, value in shardings.items() if isinstance(value, ShardingRule)]
-    if unplaced_tables:
-        placings = {
-            name: value if isinstance(value, ShardingRule) else _keep_sharding(value)
+    tables_with_rules = [n for n, value in shardings.items() if isinstance(value, ShardingRule)]
+    if tables_with_rules:
+        rules = {
+            name: value if isinstance(value, ShardingRule) else _rule_of(value)
             for name, value in shardings.items()
         }
         module_plan = construct_module_sharding_plan(
-            module, placings, sharder, env.ranks.local_size, env.world_size, env.ranks.device.type
+            module, rules, sharder, env.ranks.local_size, env.world_size, env.ranks.device.type
         )
-        shardings |= {name: module_plan[name] for name in unplaced_tables}
+        shardings |= {name: module_plan[name] for name in tables_with_rules}
     sharded: nn.Module = sharder.shard(module, shardings, env, device)
     return sharded
 
 
-def _keep_sharding(parameter: ParameterSharding) -> ShardingRule:
-    """Return a rule that keeps the present sharding of a table."""
+def _rule_of(parameter: Any) -> ShardingRule:
+    """Return a rule that always gives the sharding `parameter`, of TorchRec's or emblib's form."""
+    if not isinstance(parameter, ParameterSharding):
+        return ShardingRule(lambda shape, world: parameter)
     native = parameter.to_emblib()
     return ShardingRule(lambda shape, world: native, parameter.compute_kernel)
 
@@ -123,16 +127,16 @@ def shard_modules(
 ) -> nn.Module:
     """Replace the collections of a model by sharded ones, and return the model.
 
-    A collection without a sharder stays as it is.
+    All ranks must call this. A collection that no sharder takes stays as it is.
 
     Args:
-        module: the model, which is modified; or one collection, whose sharded form is returned.
-        env: the ranks, or the devices of this process for quantised collections; by default all
-            processes.
+        module: model, which is changed; or one collection, whose sharded form is returned.
+        env: environment with the ranks, or for quantised collections with the devices of this
+            process; None is all processes.
         device: device of the tables; None is the device of the ranks.
-        plan: plan of all collections; None makes one with the default planner.
-        sharders: list of sharders, one per module class; None uses the default ones.
-        init_params: whether other modules on the meta device are allocated and initialized.
+        plan: plan of all collections; None is the plan of the default planner.
+        sharders: sharders of the classes of collections; None is the default ones.
+        init_params: whether to allocate and initialize other modules on the meta device.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
     sharders = default_sharders() if sharders is None else list(sharders)
@@ -180,7 +184,7 @@ def get_module(module: nn.Module) -> nn.Module:
 
 
 class DataParallelWrapper(DDP):
-    """Base of wrappers of the dense part: `wrap(module, ranks, ignored)` returns the wrapper."""
+    """Base of wrappers of the dense part: `wrap(module, ranks, ignored)` wraps a model."""
 
 
 _ALLREDUCE_DTYPES = {None: None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -190,13 +194,13 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
     """Wrapper of the dense part: DistributedDataParallel with these options.
 
     Args:
-        bucket_cap_mb: size of the messages in MiB.
+        bucket_cap_mb: size of a message, in MiB.
         static_graph: whether every step uses the same parameters.
-        find_unused_parameters: whether some steps do not use all of them.
-        allreduce_comm_precision: "fp16" or "bf16", in which gradients are sent and added up; None
-            or "fp32" for the dtype of the parameters.
+        find_unused_parameters: whether some steps do not use all parameters.
+        allreduce_comm_precision: dtype in which gradients are sent and added up: "fp16" or "bf16";
+            None and "fp32" are the dtype of the parameters.
         params_to_ignore: names of parameters whose gradients are not averaged.
-        ddp_kwargs: further arguments of DistributedDataParallel, which win over these.
+        ddp_kwargs: further arguments of DistributedDataParallel, which replace those above.
 
     Raises:
         ValueError: `allreduce_comm_precision` has another value.
@@ -230,7 +234,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
     params_to_ignore: tuple[str, ...]
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """Wrap as `DDP.wrap`, ignoring torch 2.13's warning about an option without replacement."""
+        """Wrap as `DDP.wrap` does, without torch 2.13's warning about `broadcast_buffers`."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
             return super().wrap(module, ranks, {*ignored, *self.params_to_ignore})
@@ -249,22 +253,24 @@ def shard_quant_model(
 ) -> tuple[nn.Module, ShardingPlan]:
     """Put the quantised tables of a model on devices of this process, in place.
 
-    The rows are kept: `assign_weights_to_tbe` is not needed.
+    The rows are copied with the tables: `assign_weights_to_tbe` is not needed.
 
     Args:
-        model: model with quantised collections; modified.
+        model: model with quantised collections, which is changed.
         world_size: number of devices.
         compute_device: "cuda" or "cpu".
         sharding_device: ignored.
-        sharders: list of sharders, one per module class; None uses the default ones.
-        device_memory_size: bytes for tables on a GPU; None for no limit. Ignored on a CPU.
-        constraints: constraints by table, which must allow table-wise sharding; their other fields
-            are ignored.
-        ddr_cap: bytes for tables on a CPU; None for no limit. Ignored on GPUs.
-        sharding_plan: plan to use; None places the largest tables first.
+        sharders: sharders of the classes of collections; None is the default ones.
+        device_memory_size: maximum bytes of tables per GPU; None for no limit. Ignored on a CPU.
+        constraints: constraints by table, of which only `sharding_types` is read.
+        ddr_cap: maximum bytes of tables on a CPU; None for no limit. Ignored on GPUs.
+        sharding_plan: plan to use; None is the result of `local_plan`.
+
+    Returns:
+        the model and the plan.
 
     Raises:
-        ValueError: constraints are not table-wise, or there is too little memory.
+        ValueError: constraints exclude TABLE_WISE, or the tables need more memory than there is.
     """
     for name, constraint in (constraints or {}).items():
         types = constraint.sharding_types
@@ -284,15 +290,25 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
 
     Args:
         module: the model, or one collection.
-        env: ranks over which to shard; None is all processes.
+        env: environment with the ranks over which to shard; None is all processes.
         device: device of the model; None is the device of the ranks.
-        plan: plan of a planner; None makes one here.
-        sharders: sharders, which carry the optimizers in backward and the communication codecs.
-        init_data_parallel: whether the dense part is wrapped now; else by `init_data_parallel()`.
+        plan: plan of all collections; None is the plan of the default planner.
+        sharders: sharders, which have the optimizers in backward and the communication codecs;
+            None is the default ones. Those that have a setting must have the same one.
+        init_data_parallel: whether the dense part is wrapped now; otherwise call the method
+            `init_data_parallel()`.
         init_parameters: whether dense modules on `meta` are allocated and initialized; tables
             always are.
-        data_parallel_wrapper: `DefaultDataParallelWrapper(...)`, or a wrapping of emblib's.
-        model_tracker_configs: unsupported; anything but None raises ValueError.
+        data_parallel_wrapper: wrapper of the dense part, e.g. `DefaultDataParallelWrapper(...)` or
+            one of emblib's; None is the former.
+        model_tracker_configs: argument that must be None.
+
+    All ranks must construct it; if one rank finds an error, all raise.
+
+    Raises:
+        TypeError: `plan` is no `ShardingPlan` of this package.
+        ValueError: sharders differ in their optimizer or codecs, `model_tracker_configs` is passed,
+            or the plan does not fit the model, the ranks or the optimizer.
     """
 
     def __init__(
@@ -369,10 +385,10 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
 
     @property
     def plan(self) -> Any:
-        """The sharding of every table, as a `ShardingPlan` of TorchRec's shape."""
+        """The sharding of every table, as a `ShardingPlan` of this package."""
         return plan_of(super().plan, self.ranks.device.type)
 
-    # Programs read these attributes, too.
+    # Programs read TorchRec's private attributes, too.
 
     @property
     def _plan(self) -> Any:
@@ -385,13 +401,16 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters of the model inside of its wrapper, each once."""
+        """Iterate over the parameters of the model inside its wrapper, under their names there."""
         return self.module.named_parameters(prefix, recurse)
 
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
-        """Return the names of weights of torch.nn that get sparse gradients."""
+        """Return the names of weights of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`.
+
+        They are appended to `destination`, if that is passed, and begin with `prefix`.
+        """
         names = [] if destination is None else destination
         name_prefix = f"{prefix}." if prefix else ""
         for path, submodule in self.module.named_modules():
@@ -400,12 +419,17 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         return names
 
     def init_data_parallel(self) -> None:
-        """Wrap the dense part, if `__init__` did not."""
+        """Wrap the dense part; call this once, and only if `__init__` did not wrap it."""
         self.wrap_dense(self._wrapper)
 
 
 def _to_native_plan(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.ShardingPlan:
-    """Return the plan as emblib's, checked against the optimizer of all tables."""
+    """Return emblib's form of a plan.
+
+    Raises:
+        TypeError: `plan` is no `ShardingPlan` of this package.
+        ValueError: the kernel of a table is DENSE, but `optimizer` is for all tables.
+    """
     if not isinstance(plan, ShardingPlan):
         raise TypeError(
             "plan must be a ShardingPlan of emblib.compat.torchrec, from a planner or as "
@@ -419,14 +443,14 @@ def _to_native_plan(plan: Any, optimizer: Optimizer | None, world: World) -> sha
 def _prepare_collections(
     module: nn.Module, plan: Any, prepares: Sequence[Callable[..., Any]]
 ) -> nn.Module:
-    """Return the model, after each sharder has changed the collections that it shards."""
+    """Apply the `prepare` of each sharder to a model, one after the other; return the model."""
     for prepare in prepares:
         module = prepare(module, plan)
     return module
 
 
 def _common_setting(settings: Sequence[Any]) -> Any:
-    """Return the setting of the sharders that have one (not None); ValueError if they differ."""
+    """Return the setting that is not None; None if all are. Raise ValueError if they differ."""
     passed_settings = [value for value in settings if value is not None]
     if any(value != passed_settings[0] for value in passed_settings):
         raise ValueError(
@@ -437,7 +461,7 @@ def _common_setting(settings: Sequence[Any]) -> Any:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of TorchRec's pipelines that emblib's lack."""
+    """Raise ValueError if an option that emblib's pipelines do not have is set."""
     set_options = sorted(name for name, value in options.items() if value)
     if set_options:
         raise ValueError(
@@ -447,7 +471,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 class TrainPipelineBase(Subscripted, pipelines.TrainPipelineBase):
-    """Copy the next batch to the device during a step."""
+    """Pipeline that copies the next batch to the device during a step."""
 
     def __init__(
         self,
@@ -468,12 +492,13 @@ class TrainPipeline(Subscripted, metaclass=Interface):
 
 
 class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
-    """Send the ids of the next batch during a step, and copy batches as `TrainPipelineBase`.
+    """Pipeline that copies batches to the device and sends the next batch's ids during a step.
 
-    Results are as in a plain loop.
+    Results are those of a plain loop. `pipeline_postproc` has no effect: the model is not traced,
+    and any code may prepare the inputs of collections.
 
-    `pipeline_postproc` has no effect: the model is not traced, so that any code may prepare the
-    inputs of collections.
+    Raises:
+        ValueError: `execute_all_batches` is False, or an option is set that emblib does not have.
     """
 
     def __init__(
@@ -500,7 +525,7 @@ class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
 class PrefetchTrainPipelineSparseDist(
     TrainPipelineSparseDist, pipelines.PrefetchTrainPipelineSparseDist
 ):
-    """Load the rows of the next batch into caches, in addition to `TrainPipelineSparseDist`."""
+    """`TrainPipelineSparseDist` that also loads the rows of the next batch into caches."""
 
     def __init__(
         self,
@@ -518,10 +543,10 @@ class PrefetchTrainPipelineSparseDist(
 
 
 class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
-    """Run a model forward in eval mode; send the ids of the next batch meanwhile.
+    """Pipeline that runs a model in eval mode, and sends the next batch's ids meanwhile.
 
-    If the model returns a tuple or list of two, (loss, output), `progress` returns the second.
-    `optimizer` is not used.
+    If the model returns a pair, (loss, output), `progress` returns the second. `optimizer` and
+    `pipeline_postproc` are ignored.
     """
 
     def __init__(
@@ -537,9 +562,9 @@ class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
         _check_options({"apply_jit": apply_jit, **options})
         run_model = model if custom_model_fwd is None else custom_model_fwd
 
-        def output_of(batch: Any) -> Any:
+        def run_and_select(batch: Any) -> Any:
             result = run_model(batch)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             return result[1] if is_pair else result
 
-        super().__init__(model, device, forward=output_of)
+        super().__init__(model, device, forward=run_and_select)

@@ -1,4 +1,4 @@
-"""TorchRec's planner: machine, constraints and reservations, over emblib's planner."""
+"""TorchRec's planner and its arguments, implemented by emblib's planner."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from emblib.sharding.planner.workloads import dense_bytes, workloads_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.storage import Dense
 
-BATCH_SIZE = 512  # TorchRec's, where none is given
+DEFAULT_BATCH_SIZE = 512  # examples per rank, as in TorchRec
 
 
-# TorchRec's bandwidths in bytes per ms, and the figures of a Calibration in bytes per s.
+# Field of a Calibration, in bytes per second, for each bandwidth of TorchRec, in bytes per ms.
 _CALIBRATION_FIELD_OF_RATE = {
     "intra_host_bw": "link_bytes_per_s",
     "inter_host_bw": "network_bytes_per_s",
@@ -41,27 +41,31 @@ _CALIBRATION_FIELD_OF_RATE = {
 
 
 class Topology:
-    """Ranks, their memory and their bandwidths, for the planner.
+    """The ranks, their memory and their bandwidths, for the planner.
 
     Args:
         world_size: number of ranks.
-        compute_device: "cpu" or "cuda".
-        hbm_cap: bytes of GPU memory per rank; None is what the machine has (TorchRec assumes 32
-            GiB). Without effect on a CPU.
-        ddr_cap: bytes of host memory per rank; None is what the machine has (TorchRec assumes 128
+        compute_device: type of the devices: "cpu" or "cuda".
+        hbm_cap: bytes of GPU memory per rank; None is the memory of this machine's GPU (TorchRec
+            assumes 32 GiB). Ignored on a CPU.
+        ddr_cap: bytes of host memory per rank; None is that of this machine (TorchRec assumes 128
             GiB).
         ssd_cap: bytes of disk per rank; None is 0.
-        local_world_size: ranks per host; None is `world_size`.
+        local_world_size: number of ranks per host; None is `world_size`.
         calibration: measured times of lookups and bandwidths; None is emblib's for the device.
         rates: bandwidths in bytes per millisecond, as in TorchRec, which replace those of
             `calibration` unless they are None: `intra_host_bw` between the ranks of a host,
             `inter_host_bw` between hosts, `hbm_to_ddr_mem_bw` from a GPU to host memory and
             `ssd_mem_bw` of disks.
 
+    Attributes:
+        native: emblib's form of the topology.
+
     Raises:
-        RuntimeError, AssertionError: "cuda" without `hbm_cap`, and torch finds no GPU.
+        RuntimeError, AssertionError: the device is "cuda", `hbm_cap` is not passed, and torch finds
+            no GPU.
         TypeError: `calibration` is not a `Calibration`.
-        ValueError: another rate of TorchRec's cost model.
+        ValueError: `rates` has another name: other costs of TorchRec's model are measured here.
     """
 
     def __init__(
@@ -108,18 +112,23 @@ class Topology:
 
 @dataclass
 class ParameterConstraints:
-    """Constraints of the planner for a table, and facts that it cannot know.
+    """Constraints of the planner for a table, and facts about the features of the table.
 
     Attributes:
         sharding_types: values of `ShardingType` that the plan may use; None for all.
-        compute_kernels: values of `EmbeddingComputeKernel` that it may use; None for all.
-        min_partition: minimum number of columns of a shard.
-        pooling_factors: ids per example and feature; one number is for all features.
-        batch_sizes: examples per rank of each feature, which must be equal.
-        cache_params: cache of a table; ValueError unless `compute_kernels` has FUSED_UVM_CACHING.
+        compute_kernels: values of `EmbeddingComputeKernel` that the plan may use; None for all.
+        min_partition: minimum number of columns of a shard; None is emblib's default.
+        pooling_factors: ids per example of each feature, or one number for all features.
+        num_poolings: numbers that must be 1, or None.
+        batch_sizes: examples per rank of each feature, which must be equal; None is the batch size
+            of the planner.
+        is_weighted: ignored.
+        cache_params: cache of the table, if `compute_kernels` has FUSED_UVM_CACHING.
+        feature_names: ignored.
 
-    `is_weighted` and `feature_names` have no effect. Other fields raise ValueError if they are set,
-    except for a `num_poolings` of ones.
+    Raises:
+        ValueError: a kernel is unknown, `num_poolings` has other numbers, `cache_params` are set
+            without FUSED_UVM_CACHING, or another attribute is set.
     """
 
     sharding_types: Sequence[str] | None = None
@@ -148,25 +157,29 @@ class ParameterConstraints:
         refuse_table_options("ParameterConstraints", values)
 
     def _kernels(self) -> list[str]:
+        """Return the values of `compute_kernels`; ValueError if one is unknown."""
         return [checked_kernel(kernel) for kernel in self.compute_kernels or ()]
 
     def forced_storage(self) -> Dense | None:
-        """Return the storage of the first kernel if all name one; None leaves it as configured."""
+        """Return the storage of the first kernel if every kernel has one, else None.
+
+        None means the storage in the configuration of the table.
+        """
         kernels = self._kernels()
         return self._storages()[kernels[0]] if kernels and set(kernels) <= STORAGES.keys() else None
 
     def _storages(self) -> dict[str, Dense]:
-        """Return the storage by kernel."""
+        """Return the storage of each kernel that has one, with the cache of `cache_params`."""
         if self.cache_params is None:
             return STORAGES
         caching = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
         return {**STORAGES, caching: self.cache_params.storage()}
 
     def to_emblib(self) -> planner.TableConstraints:
-        """Convert to emblib's class.
+        """Return emblib's form of the constraints.
 
         Raises:
-            ValueError: batch sizes differ by feature.
+            ValueError: `batch_sizes` differ, or a sharding type is unknown.
         """
         types = None
         if self.sharding_types is not None:
@@ -190,9 +203,13 @@ class ParameterConstraints:
 
 
 class StorageReservation:
-    """Memory that is not for tables, base class; `reservation` is emblib's, None its default.
+    """Base of reservations: memory of a rank that tables must not use.
 
-    Subclasses raise ValueError for shares outside [0, 1) and for negative numbers.
+    Args:
+        reservation: emblib's form of it; None is emblib's default.
+
+    Raises:
+        ValueError: subclasses: a share is outside [0, 1), or a number is negative.
     """
 
     def __init__(self, reservation: planner.Reservation | None = None) -> None:
@@ -207,7 +224,7 @@ class FixedPercentageStorageReservation(StorageReservation):
 
 
 class FixedAbsoluteStorageReservation(StorageReservation):
-    """Reserve bytes of the memory of every rank."""
+    """Reserve `hbm_reserved_bytes` of the memory of every rank."""
 
     def __init__(self, hbm_reserved_bytes: int) -> None:
         super().__init__(
@@ -216,10 +233,12 @@ class FixedAbsoluteStorageReservation(StorageReservation):
 
 
 class HeuristicalStorageReservation(StorageReservation):
-    """Reserve the share `percentage`, in [0, 1), of the memory, and bytes of the dense part.
+    """Reserve a share of the memory of every rank, and memory for the dense part.
 
-    These are `dense_tensor_estimate`, or if that is None the dense parameters
-    `parameter_multiplier` times.
+    Args:
+        percentage: share of the memory, in [0, 1).
+        parameter_multiplier: number of times that the bytes of the dense parameters are reserved.
+        dense_tensor_estimate: bytes that are reserved for the dense part instead; None for none.
     """
 
     def __init__(
@@ -238,32 +257,36 @@ class HeuristicalStorageReservation(StorageReservation):
 
 
 class InferenceStorageReservation(HeuristicalStorageReservation):
-    """Reserve the share `percentage` of the memory, and the dense parameters once.
-
-    `dense_tensor_estimate` is bytes that are reserved in place of the dense parameters.
-    """
+    """`HeuristicalStorageReservation` that reserves the bytes of the dense parameters once."""
 
     def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
         super().__init__(percentage, 1.0, dense_tensor_estimate)
 
 
 class EmbeddingPerfEstimator:
-    """The default estimator of a planner: emblib's measured costs, with its constraints."""
+    """Name of the only estimator of costs: emblib's measured costs."""
 
     def __init__(self, topology: Topology, constraints: Mapping[str, Any] | None = None) -> None:
         self.topology, self.constraints = topology, dict(constraints or {})
 
 
 class EmbeddingStorageEstimator(EmbeddingPerfEstimator):
-    """The default estimator of memory: emblib's counts of bytes."""
+    """Name of the only estimator of memory: emblib's counts of bytes."""
 
 
 class EmbeddingEnumerator:
-    """Topology, batch size and constraints of a planner; emblib's planner enumerates itself.
+    """Topology, batch size and constraints for a planner; emblib's planner enumerates plans itself.
+
+    Args:
+        topology: topology for the planner.
+        batch_size: examples per rank; None is that of the planner.
+        constraints: constraints by table; None for those of the estimators or the planner.
+        estimator: default estimator or a list of them; None for both defaults.
+        others: arguments that must be None.
 
     Raises:
-        ValueError: further arguments and other estimators, which would have no effect; estimators
-            of another topology or other constraints.
+        ValueError: another argument is set, `estimator` is none of the default ones, or it has
+            another topology or other constraints.
     """
 
     def __init__(
@@ -290,14 +313,18 @@ class EmbeddingEnumerator:
                 self.constraints = self.agreed("constraints", default_estimator.constraints)
 
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
-        """Raise NotImplementedError: the options of a plan are not objects here."""
+        """Raise NotImplementedError: emblib's planner has no list of the options of a plan."""
         raise NotImplementedError(
             "emblib's planner enumerates and searches in one: call collective_plan of the planner, "
             f"and print(plan) shows what it chose and what each table costs. {RUN_TORCHREC_ITSELF}"
         )
 
     def agreed(self, name: str, other: Any) -> Any:
-        """Return the attribute `name`, or if it is empty `other`, a planner's or an estimator's.
+        """Return the attribute `name` of this enumerator, or if it is empty, `other`.
+
+        Args:
+            name: name of an attribute: `topology`, `batch_size` or `constraints`.
+            other: the value that a planner or an estimator has.
 
         Raises:
             ValueError: both are set, and differ.
@@ -311,14 +338,23 @@ class EmbeddingEnumerator:
 class EmbeddingShardingPlanner:
     """Planner of the collections of a model.
 
-    Topology, batch size and constraints may be arguments or those of `enumerator`; without them the
-    topology is this machine's and the batch size 512.
-    `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
-    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. `debug` has no effect:
-    `print(plan)` shows the report of emblib's planner.
+    Args:
+        topology: the ranks; None is that of `enumerator`, or of this machine.
+        batch_size: examples per rank; None is that of `enumerator`, or 512.
+        enumerator: enumerator with a topology, a batch size and constraints.
+        storage_reservation: memory that tables must not use, one of the classes above or an
+            `emblib.sharding.planner.Reservation`; None is emblib's default.
+        proposer: argument that must be None.
+        partitioner: argument that must be None.
+        performance_model: argument that must be None.
+        stats: argument that must be None.
+        constraints: constraints by table; None for those of `enumerator`.
+        debug: ignored: `print(plan)` shows the report of emblib's planner.
+        callbacks: functions that get the plan and return the plan to use, on the rank that plans.
+        timeout_seconds: argument that must be None.
 
     Raises:
-        ValueError: parts of TorchRec's planner, which emblib's does not have.
+        ValueError: an argument that must be None is set, or an argument and `enumerator` differ.
     """
 
     def __init__(
@@ -355,7 +391,7 @@ class EmbeddingShardingPlanner:
             topology = enumerator.agreed("topology", topology)
             batch_size = enumerator.agreed("batch_size", batch_size)
             constraints = enumerator.agreed("constraints", constraints)
-        self._topology, self._batch_size = topology, batch_size or BATCH_SIZE
+        self._topology, self._batch_size = topology, batch_size or DEFAULT_BATCH_SIZE
         if isinstance(storage_reservation, StorageReservation):
             storage_reservation = storage_reservation.reservation
         self._reservation = storage_reservation or planner.Reservation()
@@ -371,6 +407,7 @@ class EmbeddingShardingPlanner:
         self._callbacks = list(callbacks or ())
 
     def _native_planner(self, ranks: RankGroup) -> planner.Planner:
+        """Return emblib's planner; the default topology is that of `ranks` on this machine."""
         topology = None if self._topology is None else self._topology.native
         if topology is None:
             topology = planner.Topology.detect(
@@ -381,18 +418,25 @@ class EmbeddingShardingPlanner:
         )
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
-        """Plan on this rank; the memory includes the optimizers of `sharders`.
+        """Plan on this rank alone.
+
+        Args:
+            module: model with the collections.
+            sharders: sharders whose optimizers need memory for their states.
 
         Raises:
             PlanError: no plan fits the memory or the constraints.
-            TypeError: a callback returns no `ShardingPlan`.
+            TypeError: a callback does not return a `ShardingPlan`.
         """
         return self._plan_with_callbacks(self._native_planner(RankGroup()), module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
-        """Plan on rank 0, and return its plan on all ranks of `pg`; None is all processes."""
+        """Plan on rank 0, and return its plan on all ranks, which must all call this.
+
+        `pg` is the process group, None for all processes. Arguments and errors are those of `plan`.
+        """
         ranks = RankGroup.from_value(pg)
         native_planner = self._native_planner(ranks)
         plan: ShardingPlan = invoke_on_rank_and_broadcast_result(
@@ -434,9 +478,17 @@ def plan_with_report(
     sharders: Sequence[Any],
     change_workload: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
 ) -> ShardingPlan:
-    """Plan with the optimizers of the sharders.
+    """Return a plan of all collections of a model, with its report.
 
-    `change_workload` returns the workload to plan for a table, given the computed one.
+    Args:
+        native_planner: emblib's planner.
+        module: the model.
+        sharders: sharders whose optimizers need memory for their states.
+        change_workload: function that returns the workload of a table that is planned, given the
+            computed one; None plans the latter.
+
+    Raises:
+        PlanError: no plan fits the memory or the constraints.
     """
     workloads = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
@@ -449,6 +501,7 @@ def plan_with_report(
 
 
 def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
+    """Return the optimizer of the first sharder that takes the collection of a table, or None."""
     collection = module.get_submodule(work.path)
     optimizers = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
     return optimizers[0] if optimizers else None

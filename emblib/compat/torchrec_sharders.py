@@ -1,4 +1,4 @@
-"""TorchRec's collections, their sharders, and sharded collections with contexts per batch."""
+"""TorchRec's collections, their sharded forms, which take a context per batch, and sharders."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EmbeddingCollectionInterface(nn.Module, metaclass=Interface):
 
 
 class ShardedModule(Subscripted, nn.Module, metaclass=Interface):
-    """Sharded collections; `ShardedEmbeddingModule` is another name."""
+    """Interface of sharded collections; `ShardedEmbeddingModule` is another name of it."""
 
     emblib_classes = (StateOfTables,)
 
@@ -82,7 +82,7 @@ class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
 
 
 class EmbeddingCollection(emblib_collections.EmbeddingCollection):
-    """`emblib.collections.EmbeddingCollection`; its arguments are TorchRec's already."""
+    """`emblib.collections.EmbeddingCollection`, whose arguments are those of TorchRec."""
 
     def __init__(
         self,
@@ -104,12 +104,15 @@ class EmbeddingCollection(emblib_collections.EmbeddingCollection):
     __prepare_scriptable__ = torchrec_script.scriptable
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Return the names of the results of each table."""
+        """Return the names of the results of each table, see `get_embedding_names_by_table`."""
         return get_embedding_names_by_table(self.configs)
 
 
 def get_embedding_names_by_table(tables: Sequence[Any]) -> list[list[str]]:
-    """Return the names of each table's results: the feature, or `feature@table` if shared."""
+    """Return a name per table and feature of the table, as results of a collection are named.
+
+    It is the feature, or `feature@table` if several tables read the feature.
+    """
     keys = [key for table in tables for key in table.feature_names]
     return [
         [key if keys.count(key) == 1 else f"{key}@{table.name}" for key in table.feature_names]
@@ -122,11 +125,15 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
 
     Args:
         tables: configurations of the tables.
-        optimizer_type: a class that `apply_optimizer_in_backward` takes for tables.
+        optimizer_type: class that `apply_optimizer_in_backward` takes for tables.
         optimizer_kwargs: arguments of the optimizer.
         is_weighted: whether batches have weights.
-        device: device of the tables.
-        location: None: `storage` of each configuration selects the memory of the rows.
+        device: device of the tables; None is torch's default device.
+        location: argument that must be None; `storage` of each configuration selects the memory.
+
+    Raises:
+        TypeError: tables cannot have the optimizer.
+        ValueError: `location` is passed, or tables cannot have an argument of the optimizer.
     """
 
     def __init__(
@@ -142,12 +149,15 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         super().__init__(tables, is_weighted, device, from_torch(optimizer_type, optimizer_kwargs))
 
     def fused_optimizer(self) -> Any:
-        """Return the optimizer that backward runs."""
+        """Return the optimizer that backward runs, with a state dict by parameter name."""
         return FusedOptimizer.of(self)
 
 
 class FusedEmbeddingCollection(EmbeddingCollection):
-    """An embedding collection whose backward updates the tables, with TorchRec's arguments."""
+    """An embedding collection whose backward updates the tables, with TorchRec's arguments.
+
+    Arguments and errors are as in `FusedEmbeddingBagCollection`.
+    """
 
     def __init__(
         self,
@@ -163,7 +173,7 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         super().__init__(tables, device, need_indices, fused)
 
     def fused_optimizer(self) -> Any:
-        """Return the optimizer that backward runs."""
+        """Return the optimizer that backward runs, with a state dict by parameter name."""
         return FusedOptimizer.of(self)
 
 
@@ -182,9 +192,14 @@ def fuse_embedding_optimizer(
     device: torch.device,
     location: None = None,
 ) -> nn.Module:
-    """Fuse an optimizer into all collections of a model, in place; return the model on `device`.
+    """Make backward update all collections of a model, in place; return the model on `device`.
 
-    `optimizer_type` is a class that `apply_optimizer_in_backward` takes for tables.
+    Args:
+        model: model, which is changed.
+        optimizer_type: class that `apply_optimizer_in_backward` takes for tables.
+        optimizer_kwargs: arguments of the optimizer.
+        device: device that the model is moved to.
+        location: argument that must be None; otherwise ValueError is raised.
     """
     _refuse_location(location)
     collection_classes = (
@@ -204,11 +219,12 @@ def fuse_embedding_optimizer(
 
 # Sharded collections
 
-_index_dedup = {"is_on": False}  # of this process; a dict, so that functions can set it
+# Setting of this process; a dict, so that functions can change it.
+_index_dedup = {"is_on": False}
 
 
 def set_ec_index_dedup(val: bool) -> None:
-    """Set whether each `ShardedEmbeddingCollection` made from now on sends each id once."""
+    """Set whether each `ShardedEmbeddingCollection` constructed from now on sends an id once."""
     _index_dedup["is_on"] = bool(val)
 
 
@@ -221,7 +237,7 @@ class EmbeddingBagCollectionContext:
     """State of a batch between `input_dist` and `output_dist` of a sharded collection."""
 
     def __init__(self) -> None:
-        self.received: Any = None  # the batch that `compute` looked up
+        self.received: Any = None  # ids received from all ranks, which `compute` looked up
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the received batch until the work queued on `stream` is done."""
@@ -247,20 +263,21 @@ _Context = EmbeddingBagCollectionContext
 
 
 class _WithContexts(Subscripted):
-    """TorchRec's arguments and calls of a sharded collection, with a context as the first argument.
+    """Base of sharded collections with TorchRec's arguments.
 
-    Calls without a context have emblib's arguments.
+    The stages of a lookup take a context as their first argument. Without a context their arguments
+    are those of emblib's class.
 
     Args:
-        module: the collection.
-        table_name_to_parameter_sharding: the plan.
+        module: the collection to shard.
+        table_name_to_parameter_sharding: sharding of each table, in TorchRec's or emblib's form.
         env: a `ShardingEnv`, or the ranks as a `RankGroup`; None is all processes.
-        fused_params: parameters of the optimizer in backward.
+        fused_params: arguments of the optimizer in backward, see `ModuleSharder`.
         device: device of the tables; None is the device of the ranks.
         qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
         module_fqn: ignored.
         options: further arguments of emblib's class: `comm_precision`, `gradients`, `optimizer`,
-            `shared`.
+            `shared`. They replace those that follow from the arguments above.
     """
 
     _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
@@ -303,12 +320,12 @@ class _WithContexts(Subscripted):
         return self._make_context()
 
     def input_dist(self, ctx: Any, features: Any = None) -> Any:
-        """Start to send ids; two waits return the argument of `compute`."""
+        """Start to send ids; the result of two waits is the argument of `compute`."""
         parent: Any = super()
         return parent.input_dist(features if isinstance(ctx, _Context) else ctx)
 
     def compute(self, ctx: Any, dist_input: Any = None) -> Any:
-        """Look up the received ids."""
+        """Look up the received ids; `ctx` keeps them for `output_dist`."""
         parent: Any = super()
         if not isinstance(ctx, _Context):
             return parent.compute(ctx)
@@ -316,7 +333,11 @@ class _WithContexts(Subscripted):
         return parent.compute(dist_input)
 
     def output_dist(self, ctx: Any, output: Any) -> Any:
-        """Start to return the rows."""
+        """Start to send the rows `output` back, which `compute` returned.
+
+        Raises:
+            ValueError: `compute` was not called with the context.
+        """
         parent: Any = super()
         if not isinstance(ctx, _Context):
             return parent.output_dist(ctx, output)
@@ -325,7 +346,7 @@ class _WithContexts(Subscripted):
         return parent.output_dist(output, ctx.received)
 
     def compute_and_output_dist(self, ctx: Any, input: Any = None) -> Any:
-        """Look up the received ids and start to return the rows."""
+        """Look up the received ids and start to send the rows back."""
         parent: Any = super()
         if not isinstance(ctx, _Context):
             return parent.compute_and_output_dist(ctx)
@@ -339,6 +360,7 @@ class _WithContexts(Subscripted):
 
 
 def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterSharding]:
+    """Return emblib's form of the sharding of each table, which `plan` has in either form."""
     return {
         name: parameter.to_emblib() if isinstance(parameter, ParameterSharding) else parameter
         for name, parameter in plan.items()
@@ -368,7 +390,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
 ):
     """`emblib.sharding.ShardedEmbeddingCollection` with TorchRec's arguments and contexts.
 
-    `use_index_dedup`, or `set_ec_index_dedup(True)` before, sends each id of a batch once.
+    With `use_index_dedup`, or after `set_ec_index_dedup(True)`, each id of a batch is sent once.
     """
 
     _make_context = EmbeddingCollectionContext
@@ -399,9 +421,13 @@ class ModuleSharder(Subscripted):
     """Base of sharders: the optimizer and the communication codecs of collections of one class.
 
     Args:
-        fused_params: parameters of the optimizer in backward: `optimizer`, `learning_rate`, `eps`,
-            ...; tables that already have an optimizer keep it.
-        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
+        fused_params: arguments of the optimizer in backward: `optimizer`, `learning_rate`, `eps`,
+            ...; None for no optimizer. Tables that already have an optimizer keep it.
+        qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; None for no codecs.
+
+    Raises:
+        ValueError: a parameter would have no effect, or the registry has no codec for the outputs
+            of the collections.
     """
 
     module_type: ClassVar[type[nn.Module]]
@@ -427,7 +453,19 @@ class ModuleSharder(Subscripted):
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Return the sharded collection, with the weights of `module`."""
+        """Return the sharded collection, with the weights of `module`. All ranks must call this.
+
+        Args:
+            module: collection to shard.
+            params: sharding of each table, in TorchRec's or emblib's form.
+            env: ranks over which to shard.
+            device: device of the tables; None is the device of the ranks.
+            module_fqn: path of the collection, for messages.
+
+        Raises:
+            TypeError, ValueError: on all ranks, if one of them finds that the collection or its
+                plan cannot be sharded.
+        """
         ranks = ranks_of(env, device)
 
         def check_arguments() -> dict[str, sharding.ParameterSharding]:
@@ -447,22 +485,25 @@ class ModuleSharder(Subscripted):
         return sharded.train(module.training)
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Return the parameter of each table, by its name; the first one of a tensor train."""
+        """Return the parameter of each table, by the table's name; for a tensor train, core 0."""
         named = {name: list(handle.parameters()) for name, handle in module.handles().items()}
         return {name: parameters[0] for name, parameters in named.items() if parameters}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all sharding types, which any device supports."""
+        """Return the values of all sharding types, for any device."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return all kernels that train, which any device supports."""
+        """Return the values of all kernels that train, for any sharding type and device."""
         return [kernel for kernel in KERNELS if kernel != EmbeddingComputeKernel.QUANT.value]
 
     def storage_usage(
         self, tensor: Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
-        """Return the bytes of `tensor` by the memory of its rows, `hbm` or `ddr`; no caches."""
+        """Return the bytes of `tensor`, by the memory that has its rows: `hbm` or `ddr`.
+
+        Caches are not counted. A kernel that is not in `KERNELS` raises ValueError.
+        """
         is_uvm = checked_kernel(compute_kernel).startswith("fused_uvm")
         is_on_gpu = compute_device_type == "cuda" and not is_uvm
         return {"hbm" if is_on_gpu else "ddr": tensor.numel() * tensor.element_size()}
@@ -477,7 +518,13 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
 
 
 class EmbeddingCollectionSharder(ModuleSharder):
-    """Sharder of EmbeddingCollections; with `use_index_dedup` each id of a batch is sent once."""
+    """Sharder of EmbeddingCollections.
+
+    Args:
+        fused_params: arguments of the optimizer, see `ModuleSharder`.
+        qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; None for no codecs.
+        use_index_dedup: whether each id of a batch is sent once.
+    """
 
     module_type = emblib_collections.EmbeddingCollection
     sharded_module_type = ShardedEmbeddingCollection
@@ -494,17 +541,22 @@ class EmbeddingCollectionSharder(ModuleSharder):
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """Sharder of FusedEmbeddingBagCollections: the tables have their optimizer already."""
+    """Sharder of FusedEmbeddingBagCollections, whose tables have an optimizer already."""
 
     module_type = FusedEmbeddingBagCollection
 
 
 def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
-    """Raise ValueError for a DENSE table where all tables get an optimizer in backward."""
+    """Raise ValueError if all tables get an optimizer, but the kernel of some is DENSE.
+
+    Args:
+        params: sharding of each table; emblib's form of it has no kernel.
+        optimizer: optimizer of all tables in backward; None for none.
+    """
     dense_tables = [
         name
         for name, parameter in params.items()
-        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        if getattr(parameter, "compute_kernel", None) == EmbeddingComputeKernel.DENSE.value
     ]
     if dense_tables and optimizer is not None:
         raise ValueError(
@@ -529,7 +581,7 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
 
 
 def replace_child(module: nn.Module, child: nn.Module, replacement: nn.Module) -> None:
-    """Replace `child` by `replacement` wherever a model has it, in place."""
+    """Replace `child` by `replacement` at each of its paths in a model, in place."""
     for parent in list(module.modules()):
         for name, current_child in list(parent.named_children()):
             if current_child is child:

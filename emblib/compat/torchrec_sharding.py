@@ -1,4 +1,7 @@
-"""TorchRec's sharding plans of modules and models, and the functions to write them."""
+"""TorchRec's sharding plans of collections and models, and the functions that write plans.
+
+`to_emblib` of a class here returns emblib's form of it; `of` is the reverse.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from emblib.storage import Dense
 
 
 class ShardingType(Enum):
-    """Sharding types."""
+    """Ways to divide a table over ranks."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -34,12 +37,12 @@ class ShardingType(Enum):
 
 
 class EmbeddingComputeKernel(Enum):
-    """Storage and training of a table.
+    """Ways to store and train a table.
 
     DENSE leaves gradients to an optimizer of torch.optim. FUSED, FUSED_UVM and FUSED_UVM_CACHING
-    run the optimizer in backward; rows are in the memory of the device, in host memory, or in host
-    memory behind a cache of the device. QUANT is the kernel of quantised collections. The other
-    members are for code that names them: a plan with one raises ValueError.
+    run the optimizer in backward; rows are in device memory, in host memory, or in host memory
+    behind a cache on the device. QUANT is the kernel of quantised collections. The other members
+    exist for code that names them: a plan with one of them raises ValueError.
     """
 
     DENSE = "dense"
@@ -67,14 +70,17 @@ KERNELS = tuple(
         EmbeddingComputeKernel.QUANT,
     )
 )
-"""Values of the kernels that emblib has."""
+"""Values of the kernels that plans may have."""
 
 
 def checked_kernel(kernel: Any) -> str:
-    """Return the value of a kernel of emblib's.
+    """Return the value of a kernel that plans may have.
+
+    Args:
+        kernel: an `EmbeddingComputeKernel`, of TorchRec's own too, or its value.
 
     Raises:
-        ValueError: the kernel is unknown.
+        ValueError: the kernel is not in `KERNELS`.
     """
     value = str(getattr(kernel, "value", kernel))
     if value not in KERNELS:
@@ -85,7 +91,7 @@ def checked_kernel(kernel: Any) -> str:
     return value
 
 
-# Storage of the rows by kernel; other kernels leave the storage in the table's configuration.
+# Storage of rows by value of a kernel; with other kernels the table's configuration decides.
 STORAGES = {
     EmbeddingComputeKernel.FUSED_UVM.value: Dense(Placement.MANAGED),
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value: Dense(Placement.MANAGED_CACHING),
@@ -94,15 +100,15 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """A shard of a table, a block of its rows and columns."""
+    """A shard of a table: a block of its rows and columns, and the rank that has it."""
 
     shard_offsets: list[int]  # first row and first column
-    shard_sizes: list[int]  # rows and columns
-    placement: str  # rank and device, such as rank:1/cpu
+    shard_sizes: list[int]  # number of rows and of columns
+    placement: str  # rank and device, e.g. rank:1/cpu
 
 
 class LocalShard(NamedTuple):
-    """The values of a shard of this rank, and where it is in the table."""
+    """The values of a shard of this rank, and its position in the table."""
 
     tensor: Tensor
     metadata: ShardMetadata
@@ -117,11 +123,16 @@ class ShardedTensor(ShardedTable):
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> ShardedTensor:
-        """Return a tensor with the same shards; `parts` are the values of this rank, by shard."""
+        """Return a tensor with the same shards and other values.
+
+        Args:
+            parts: values of the shards of this rank, by the number of the shard.
+            dtype: dtype of the new tensor; None keeps the dtype.
+        """
         return ShardedTensor(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
     def local_shards(self) -> list[LocalShard]:
-        """Return the shards of this rank; their tensors are the memory of the table."""
+        """Return the shards of this rank; their tensors share memory with the table."""
         local_shards = []
         for shard_index, part in self.parts.items():
             shard, num_dims = self.shards[shard_index], self.dim()
@@ -136,14 +147,18 @@ class ShardedTensor(ShardedTable):
         """Return the values of the only shard of this rank.
 
         Raises:
-            ValueError: it has none, or several.
+            ValueError: this rank has no shard, or several.
         """
         if len(self.parts) != 1:
             raise ValueError(f"this rank has {len(self.parts)} shards: use local_shards()")
         return next(iter(self.parts.values()))
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> ShardedTensor:
-        """Overwrite the shards of this rank, from a tensor sharded alike or from a whole one."""
+        """Overwrite the shards of this rank by those of `other`, or by parts of a whole table.
+
+        Raises:
+            ValueError: `other` is a whole table of another size.
+        """
         if isinstance(other, ShardedTable):
             super().copy_(other, non_blocking)
             return self
@@ -169,10 +184,13 @@ class EnumerableShardingSpec:
 class CacheParams:
     """The cache of a table whose kernel is FUSED_UVM_CACHING.
 
-    None is emblib's default. `prefetch_pipeline` has no effect: any cache may be prefetched.
+    Attributes:
+        algorithm: eviction policy; None is emblib's default.
+        load_factor: share of the rows that the cache has room for; None is emblib's default.
+        prefetch_pipeline: no effect: any cache may be prefetched.
 
     Raises:
-        ValueError: `reserved_memory`, `precision`, `stats` or `multipass_prefetch_config`.
+        ValueError: another attribute is set.
     """
 
     algorithm: CacheAlgorithm | None = None
@@ -195,11 +213,11 @@ class CacheParams:
 
     @classmethod
     def of(cls, cache: CacheConfig) -> CacheParams:
-        """Convert from emblib's class."""
+        """Return the parameters of a cache of emblib."""
         return cls(CacheAlgorithm[cache.policy.name], cache.load_factor)
 
     def storage(self) -> Dense:
-        """Return emblib's storage."""
+        """Return emblib's storage with this cache; ValueError if `algorithm` is unknown."""
         options: dict[str, Any] = {}
         if self.algorithm is not None:
             options["policy"] = CachePolicy(CacheAlgorithm(self.algorithm).name.lower())
@@ -209,13 +227,13 @@ class CacheParams:
 
 
 def refuse_table_options(owner: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if an option is set, to anything but None or False.
+    """Raise ValueError if an option has another value than None or False.
 
     Args:
         owner: class that has the options, for the message.
-        values: values of options, by their names in `WAYS_OUT`.
+        values: values of options, by names that `WAYS_OUT` has.
     """
-    # A mode may have the value 0.
+    # Compared by `is`: a mode may have the value 0.
     set_options = [
         name for name, value in values.items() if value is not None and value is not False
     ]
@@ -227,7 +245,7 @@ def refuse_table_options(owner: str, values: Mapping[str, Any]) -> None:
         )
 
 
-# Options of FBGEMM's tables that have no effect here, and what to use instead.
+# Options of FBGEMM's tables that raise here, and what to use instead.
 WAYS_OUT = {
     "stochastic_rounding": "rounding=StochasticRounding() of the table's configuration",
     "bounds_check_mode": "invalid ids are skipped with a warning",
@@ -242,7 +260,7 @@ WAYS_OUT = {
 
 
 class ModuleShardingPlan:
-    """Base of the plan of one module."""
+    """Base of plans of one module."""
 
 
 @dataclass
@@ -250,14 +268,14 @@ class ParameterSharding:
     """Sharding of one table.
 
     Attributes:
-        sharding_type: value of a `ShardingType`.
-        compute_kernel: value of an `EmbeddingComputeKernel`.
-        ranks: ranks of the shards, in their order; None for a replicated table.
-        sharding_spec: an `EnumerableShardingSpec` of the shards; None for a replicated table.
+        sharding_type: value of a `ShardingType`; the constructor takes a member, too.
+        compute_kernel: value of an `EmbeddingComputeKernel`; the constructor takes a member, too.
+        ranks: rank of each shard; None for a replicated table.
+        sharding_spec: `EnumerableShardingSpec` of the shards; None for a replicated table.
         cache_params: cache of a table whose kernel is FUSED_UVM_CACHING.
 
     Raises:
-        ValueError: options of FBGEMM's tables that emblib has elsewhere.
+        ValueError: another attribute is set: emblib has these options of FBGEMM elsewhere.
     """
 
     sharding_type: str
@@ -272,17 +290,20 @@ class ParameterSharding:
     key_value_params: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("sharding_type", "compute_kernel"):
+            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
         names = ("enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
         refuse_table_options(
             "ParameterSharding", {n: getattr(self, n) for n in (*names, "key_value_params")}
         )
 
     def to_emblib(self) -> sharding.ParameterSharding:
-        """Convert to emblib's class.
+        """Return emblib's form of the sharding.
 
         Raises:
-            ValueError: a kernel that is not known here, `cache_params` with a kernel other than
-                FUSED_UVM_CACHING, or no spec for a type that needs one.
+            ValueError: the type is unknown, the kernel is not in `KERNELS`, `cache_params` are set
+                with another kernel than FUSED_UVM_CACHING, or a table that is not replicated has no
+                `sharding_spec`.
         """
         storage = STORAGES.get(checked_kernel(self.compute_kernel))
         native_type = sharding.ShardingType(ShardingType(self.sharding_type).value)
@@ -308,7 +329,13 @@ class ParameterSharding:
     def of(
         cls, table: sharding.ParameterSharding, kernel: str, device_type: str
     ) -> ParameterSharding:
-        """Convert from emblib's class; the storage of the table, if it has one, sets the kernel."""
+        """Return TorchRec's form of the sharding of a table.
+
+        Args:
+            table: sharding in emblib's form.
+            kernel: value of the kernel, unless the storage in `table` has another one.
+            device_type: type of the devices of the ranks, for the placements of shards.
+        """
         if table.is_replicated:
             converted = cls(table.type.value, kernel)
         else:
@@ -328,7 +355,7 @@ class ParameterSharding:
         return converted
 
     def set_storage(self, storage: Any) -> None:
-        """Set kernel and cache to those of a storage; one without a kernel changes nothing."""
+        """Set kernel and cache params to those of a storage; keep them if it has no kernel."""
         if isinstance(storage, Dense) and storage.cache is not None:
             self.cache_params, storage = CacheParams.of(storage.cache), Dense(storage.placement)
         kernel_of_storage = {other: name for name, other in STORAGES.items()}
@@ -339,13 +366,13 @@ class ParameterSharding:
 
 
 def _torchrec_type_name(table: sharding.ParameterSharding) -> str:
-    """Return TorchRec's name of a table's sharding type; of types that it lacks, ROW_WISE."""
+    """Return TorchRec's name of a sharding type; ROW_WISE for types that TorchRec does not have."""
     torchrec_names = [kind.value for kind in ShardingType]
     return table.type.value if table.type.value in torchrec_names else ShardingType.ROW_WISE.value
 
 
 def _to_shard(shard: Any) -> Shard:
-    """Convert a `ShardMetadata` of this module or of torch, whose placement is an object."""
+    """Convert a `ShardMetadata`; in torch's class of this name, the placement is an object."""
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
     placement = shard.placement
     placement_text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
@@ -357,7 +384,7 @@ class EmbeddingModuleShardingPlan(ModuleShardingPlan, dict[str, ParameterShardin
     """Sharding of each table of one collection, by name."""
 
     def to_emblib(self) -> dict[str, sharding.ParameterSharding]:
-        """Convert to emblib's class."""
+        """Return emblib's sharding of each table; raise as `ParameterSharding.to_emblib` does."""
         return {name: parameter.to_emblib() for name, parameter in self.items()}
 
     def __str__(self) -> str:
@@ -372,11 +399,11 @@ class ShardingPlan:
     report: str = ""  # the planner's report, shown by `print`
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """Return the plan of one collection, if there is one."""
+        """Return the plan of the collection at a path; None if there is none."""
         return self.plan.get(module_path)
 
     def to_emblib(self, world: World) -> sharding.ShardingPlan:
-        """Convert to emblib's class."""
+        """Return emblib's plan for ranks; raise as `ParameterSharding.to_emblib` does."""
         modules = {
             path: {name: parameter.to_emblib() for name, parameter in tables.items()}
             for path, tables in self.plan.items()
@@ -392,12 +419,18 @@ class ShardingEnv:
     """The ranks that a module is sharded over, or the devices of one process (`is_local`).
 
     Args:
-        world_size: a `RankGroup` of emblib, or the number of devices of this process, which is
-            ignored if `pg` is passed.
-        rank: the number of this device; None is 0. Ignored unless `world_size` is the number of
-            devices.
-        pg: the process group; ignored if `world_size` is a `RankGroup`.
-        output_dtensor: False; state dicts have tensors that `torch.distributed.checkpoint` saves.
+        world_size: a `RankGroup` of emblib; or an int, the number of devices of this process, which
+            is ignored if `pg` is passed.
+        rank: number of a device of this process; None is 0. Ignored with a `RankGroup` or `pg`.
+        pg: process group; None for devices of this process. Ignored with a `RankGroup`.
+        output_dtensor: flag that must be False: state dicts have tensors of `ShardedTable`.
+
+    Attributes:
+        is_local: whether the module is sharded over devices of this process.
+        ranks: `RankGroup` of the ranks; this process alone if `is_local`.
+        rank: number of this rank, or of the device.
+        world_size: number of ranks or devices.
+        process_group: process group, or None if `is_local`.
 
     Raises:
         ValueError: `output_dtensor` is True, or `rank` is outside `[0, world_size)`.
@@ -430,19 +463,19 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, pg: Any, output_dtensor: bool = False) -> ShardingEnv:
-        """Return all ranks of a process group."""
+        """Return an environment of all ranks of a process group."""
         return cls(RankGroup.from_value(pg), output_dtensor=output_dtensor)
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
-        """Return `world_size` devices of this process; above 1 only for quantised collections."""
+        """Return an environment of devices of this process; only quantised tables take several."""
         return cls(world_size, rank)
 
     def training_ranks(self) -> RankGroup:
-        """Return the ranks that train.
+        """Return the ranks.
 
         Raises:
-            ValueError: a process has several devices.
+            ValueError: the environment is several devices of one process, which cannot train.
         """
         if self.is_local and self.world_size > 1:
             raise ValueError(
@@ -454,10 +487,10 @@ class ShardingEnv:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Rule for the sharding of a table whose sizes are not known yet, e.g. by `table_wise`."""
+    """Sharding of a table whose sizes are not known yet; the result of `table_wise` etc."""
 
-    rule: Rule  # returns the sharding, given the shape of the table and the ranks
-    compute_kernel: str | None = None  # None is FUSED
+    rule: Rule  # function that returns the sharding for the shape of the table and the ranks
+    compute_kernel: str | None = None  # value of the kernel; None is FUSED
 
 
 def data_parallel() -> ShardingRule:
@@ -475,10 +508,13 @@ def table_wise(
 def row_wise(
     sizes_placement: tuple[list[int], Any] | None = None, compute_kernel: str | None = None
 ) -> ShardingRule:
-    """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, sizes of the first ranks.
+    """Divide rows over the ranks.
 
-    `sizes_placement[1]`, a device, is ignored. Sizes that do not add up to the rows of a table
-    raise ValueError where the plan is made.
+    Args:
+        sizes_placement: number of rows of each of the first ranks, and a device, which is ignored;
+            None divides the rows evenly over all ranks. If the numbers do not add up to the rows of
+            the table, ValueError is raised when the plan is made.
+        compute_kernel: value of the kernel; None is FUSED.
     """
     if sizes_placement is None:
         return ShardingRule(sharding.row_wise(), compute_kernel)
@@ -506,12 +542,15 @@ def column_wise(
     size_per_rank: Sequence[int] | None = None,
     compute_kernel: str | None = None,
 ) -> ShardingRule:
-    """Divide columns over `ranks`: evenly, or `size_per_rank[i]` columns on `ranks[i]`.
+    """Divide columns over ranks.
 
-    Without `ranks` they are 0, 1, ..., one per size.
+    Args:
+        ranks: ranks that get columns; None is 0, 1, ..., one per size.
+        size_per_rank: number of columns of each of `ranks`; None divides columns evenly.
+        compute_kernel: value of the kernel; None is FUSED.
 
     Raises:
-        ValueError: neither of them is set.
+        ValueError: neither `ranks` nor `size_per_rank` is passed.
     """
     if ranks is None and size_per_rank is None:
         raise ValueError("column_wise needs ranks or size_per_rank")
@@ -545,7 +584,7 @@ def configs_of(module: Any) -> Iterator[TableConfig]:
 def apply_to_all(
     module: Any, parameter_sharding_generator: ShardingRule, sharder: Any = None
 ) -> dict[str, ShardingRule]:
-    """Return the same sharding for every table, by name; `sharder` is ignored."""
+    """Return the same sharding for every table of a collection, by name; `sharder` is ignored."""
     return {config.name: parameter_sharding_generator for config in configs_of(module)}
 
 
@@ -557,20 +596,20 @@ def construct_module_sharding_plan(
     world_size: int | None = None,
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """Return the plan of one collection, given the result of `table_wise` etc. for each table.
+    """Return the plan of one collection.
 
     Args:
         module: the collection.
-        per_param_sharding: sharding of each table, by name.
+        per_param_sharding: result of `table_wise` etc. for each table, by name.
         sharder: ignored.
-        local_size: number of ranks per host; None takes it from the processes.
+        local_size: number of ranks per host; None is that of all processes.
         world_size: number of ranks; None is the number of processes.
-        device_type: device type of the ranks; None is the processes', or "cpu" if both sizes
-            are passed.
+        device_type: type of the devices of the ranks; None is that of the processes, or "cpu" if
+            both sizes are passed.
 
     Raises:
-        TypeError: a sharding is not such a result.
-        ValueError: a rule does not fit a table or the ranks.
+        TypeError: a value of `per_param_sharding` is not such a result.
+        ValueError: tables are missing or unknown, or a sharding does not fit a table or the ranks.
     """
     ranks = RankGroup() if world_size is None or local_size is None else None
     size = world_size or (ranks.size if ranks else 1)
@@ -579,8 +618,8 @@ def construct_module_sharding_plan(
     for name, sharding_rule in per_param_sharding.items():
         if not hasattr(sharding_rule, "rule"):
             raise TypeError(
-                f"table {name}: sharding is said by a call, e.g. row_wise() or table_wise(rank=0), "
-                f"got {getattr(sharding_rule, '__name__', repr(sharding_rule))}"
+                f"table {name}: a sharding is the result of a call, e.g. table_wise(rank=0)"
+                f", got {getattr(sharding_rule, '__name__', repr(sharding_rule))}"
             )
     rules = {name: sharding_rule.rule for name, sharding_rule in per_param_sharding.items()}
     tables = sharding.construct_module_plan(module, rules, world)
@@ -596,7 +635,7 @@ def construct_module_sharding_plan(
 
 
 def plan_of(plan: sharding.ShardingPlan, device_type: str, report: str = "") -> ShardingPlan:
-    """Convert a plan of emblib to TorchRec's."""
+    """Return TorchRec's form of a plan; `report` is the text that `print` shows for it."""
     fused = EmbeddingComputeKernel.FUSED.value
     modules = {
         path: EmbeddingModuleShardingPlan(

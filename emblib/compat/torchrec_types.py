@@ -1,4 +1,4 @@
-"""TorchRec's types for tables: data types, poolings, configurations, quantisation."""
+"""TorchRec's types that describe tables: data types, poolings, configurations, quantisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emblib.storage import Dense, Quantized
 
 
 class Interface(ABCMeta):
-    """Type of interfaces: instances of the classes in `emblib_classes` are instances of them."""
+    """Metaclass of interfaces: instances of the classes in `emblib_classes` count as instances."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         emblib_classes = cls.__dict__.get("emblib_classes", ())
@@ -30,16 +30,16 @@ class Interface(ABCMeta):
 
 
 class Subscripted:
-    """Base of TorchRec's generic classes: `Name[...]` is a base class, and a hint of types."""
+    """Base of TorchRec's generic classes: `Name[...]` can be a base class or a type hint."""
 
     __class_getitem__: Any = classmethod(GenericAlias)
 
 
 class DataType(Enum):
-    """Type of numbers; rows have FP32, FP16, BF16, INT8 or INT4, others raise in a configuration.
+    """Type of numbers; rows can have FP32, FP16, BF16, INT8 or INT4.
 
-    The `data_type` of a configuration is a torch dtype, which FP32, FP16 and BF16 equal, or for
-    quantised rows INT8 or INT4 itself.
+    A configuration of emblib has a torch dtype as its `data_type`. FP32, FP16 and BF16 are equal to
+    their dtypes, so that comparisons work. Configurations of quantised rows have INT8 or INT4.
     """
 
     FP32 = "FP32"
@@ -64,7 +64,7 @@ class DataType(Enum):
 
     @property
     def itemsize(self) -> float:
-        """Return the bytes per value, of a type that rows have; ValueError for others."""
+        """Return the bytes per value; raise ValueError if rows cannot have the type."""
         return _BITS[self] / 8 if self in _BITS else data_type_to_dtype(self).itemsize
 
 
@@ -77,10 +77,10 @@ _TYPE_OF_BITS = {bits: data_type for data_type, bits in _BITS.items()}
 
 
 def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
-    """Return the dtype of rows of FP32, FP16 or BF16; a dtype is returned as it is.
+    """Return the dtype of FP32, FP16 or BF16; return a dtype unchanged.
 
     Raises:
-        ValueError: the type is unknown.
+        ValueError: the type is unknown, quantised or an integer.
     """
     if isinstance(data_type, torch.dtype):
         return data_type
@@ -95,9 +95,9 @@ def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
 
 @dataclass
 class BaseEmbeddingConfig(metaclass=Interface):
-    """Record with the fields of TorchRec's base of configurations; nothing here reads them.
+    """Record with the fields of TorchRec's base of configurations, which emblib does not read.
 
-    The configurations of emblib's collections are instances of it.
+    The configurations of emblib's collections count as instances of it.
     """
 
     num_embeddings: int
@@ -126,7 +126,7 @@ class BaseEmbeddingConfig(metaclass=Interface):
 
 @dataclass
 class EmbeddingTableConfig(BaseEmbeddingConfig):
-    """TorchRec's configuration of a table in a group of tables."""
+    """Record with the fields of TorchRec's configuration of a table in a group of tables."""
 
     pooling: PoolingType = PoolingType.SUM
     is_weighted: bool = False
@@ -136,7 +136,7 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     emblib_classes = (emblib_collections.TableConfig,)
 
 
-# Options of TorchRec's configurations that raise, and what to use instead.
+# Arguments of TorchRec's configurations that raise, and what to use instead.
 _REMEDY_BY_OPTION = {
     "num_embeddings_post_pruning": "prune the table beforehand",
     "need_pos": "use emblib.collections.FeatureProcessedEmbeddingBagCollection with a "
@@ -151,7 +151,7 @@ _REMEDY_BY_OPTION = {
 
 
 class _FeatureNames(tuple[str, ...]):
-    """Tuple of feature names that equals a list of the same names, and can be added to a list."""
+    """Tuple of feature names that is equal to a list of them, and can be added to a list."""
 
     __slots__ = ()
     __hash__ = tuple.__hash__
@@ -164,13 +164,23 @@ class _FeatureNames(tuple[str, ...]):
 
 
 class _Config:
-    """TorchRec's arguments of a configuration, whose fields may be assigned.
+    """Base of configurations with TorchRec's arguments, whose fields may be assigned.
 
-    `storage`, `optimizer` and `rounding` are emblib's: the storage of the rows, the table's
-    optimizer, and how updates of rows in 16 bits are rounded.
+    Args:
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
+        name: name of the table.
+        data_type: type of the rows: FP32, FP16, BF16 or its dtype, INT8 or INT4.
+        feature_names: features that read the table.
+        weight_init_max: upper bound of the uniform initial values; None is emblib's default.
+        weight_init_min: lower bound; None is emblib's default.
+        storage: storage of the rows; None follows from `data_type`.
+        options: further fields of emblib's class, e.g. `pooling`, `init_fn`, `optimizer` and
+            `rounding`, and arguments of TorchRec, which must be None or False.
 
     Raises:
-        ValueError: an option of TorchRec has no effect here; the message tells what to use instead.
+        ValueError: an argument has an invalid value, or one of TorchRec is set that emblib does not
+            have; the message says what to use instead.
     """
 
     def __init__(
@@ -217,7 +227,7 @@ class _Config:
         object.__setattr__(self, "feature_names", names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a field, checked as at construction; an error leaves all fields as they are."""
+        """Assign a field, with the checks of the constructor; an error changes no field."""
         current_fields = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
         was_quantised = isinstance(current_fields["storage"], Quantized)
         if name == "data_type" and (was_quantised or value in _BITS):
@@ -247,16 +257,16 @@ class EmbeddingConfig(_Config, emblib_collections.EmbeddingConfig):
     """`emblib.collections.EmbeddingConfig` with TorchRec's arguments."""
 
 
-# `fused_params` that are ignored: any cache may be prefetched, and ids are always checked. FATAL, a
-# mode that raises for invalid ids, is refused.
+# `fused_params` that are ignored: any cache may be prefetched, and ids are always checked. Of the
+# modes of checks FATAL raises ValueError.
 IGNORED_FUSED_PARAMS = {"prefetch_pipeline", "bounds_check_mode"}
 
 
 def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
-    """Return the optimizer of a sharder's `fused_params`; None if they have no optimizer arguments.
+    """Return the optimizer that a sharder's `fused_params` describe; None if they have none.
 
     Raises:
-        ValueError: a parameter would have no effect.
+        ValueError: a parameter would have no effect, or `bounds_check_mode` is FATAL.
     """
     if not fused_params:
         return None
@@ -278,7 +288,7 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
-    """Return the data type of a dtype; integers of 8 bits, signed or not, are INT8.
+    """Return the data type of a dtype; uint8, int8 and their quantised dtypes are INT8.
 
     Raises:
         ValueError: rows cannot have the dtype.
@@ -294,10 +304,12 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
 
 
 class QuantConfig(NamedTuple):
-    """Dtypes of quantised collections, as observers of `torch.ao.quantization`.
+    """Dtypes of quantised collections, in the form of observers of `torch.ao.quantization`.
 
-    `activation().dtype` is the dtype of outputs and `weight().dtype` that of rows, except for the
-    tables of `per_table_weight_dtype`.
+    Attributes:
+        activation: callable; `activation().dtype` is the dtype of outputs.
+        weight: callable; `weight().dtype` is the dtype of rows.
+        per_table_weight_dtype: dtype of the rows of some tables, by name, which replaces `weight`.
     """
 
     activation: Any

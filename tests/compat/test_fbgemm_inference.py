@@ -130,6 +130,17 @@ def test_views_of_rows() -> None:
     assert torch.equal(whole[0][0][4], row)
     with pytest.raises(ValueError, match="zip"):
         module.embedding_inplace_update([0, 0], [[4]], [torch.zeros_like(row).unsqueeze(0)])
+    module.embedding_inplace_update([1], [[]], [torch.zeros(0)])
+    two = torch.stack([row, row])
+    for tables_, rows_, new_rows, error in (
+        ([0, 9], [[4], [0]], [two[:1] + 1, two[:1]], IndexError),
+        ([0, 0], [[4], [99]], [two[:1] + 1, two[:1]], IndexError),
+        ([0, 0], [[4], [-1]], [two[:1] + 1, two[:1]], IndexError),
+        ([0, 0], [[4], [1, 2]], [two[:1] + 1, two[:1]], ValueError),
+        ([0, 0], [[4], [1]], [two[:1] + 1, two[:1].float() + 300], ValueError),
+    ):
+        with pytest.raises(error):
+            module.embedding_inplace_update(tables_, rows_, new_rows)
     assert torch.equal(whole[0][0][4], row)
     module.fill_random_weights()
     assert int(whole[1][0][:, 4:].max()) > 0

@@ -37,7 +37,7 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
     [
         (
             lambda: by_hand({"a": torchrec.row_wise, "b": torchrec.row_wise()}),
-            "table a: sharding is said by a call.*got row_wise",
+            "table a: a sharding is the result of a call.*got row_wise",
         ),
         (
             lambda: torchrec.DistributedModelParallel(collection(), plan={"": {}}),  # type: ignore[arg-type]
@@ -99,6 +99,27 @@ def test_a_warm_up_has_the_rate_of_torchrec() -> None:
     stages = [torchrec.WarmupStage(torchrec.WarmupPolicy.CONSTANT, max_iters=2, value=0.5)]
     assert torchrec.WarmupOptimizer(dense(), stages).param_groups[0]["lr"] == 0.1 * 0.5
     assert torchrec.WarmupOptimizer(dense(), stages, lr=2.0).param_groups[0]["lr"] == 1.0
+
+
+def test_plans_take_members_of_enums_and_shardings_of_emblib() -> None:
+    config = torchrec.EmbeddingBagConfig(10, 4, "t", feature_names=["a"])
+    collection = torchrec.EmbeddingBagCollection(tables=[config])
+    kernels, types = torchrec.EmbeddingComputeKernel, torchrec.ShardingType
+    rules = {"t": torchrec.table_wise(rank=0)}
+    sizes = {"local_size": 1, "world_size": 1}
+    spec = torchrec.construct_module_sharding_plan(collection, rules, **sizes)["t"].sharding_spec
+    cache = torchrec.CacheParams(load_factor=0.5)
+    cached = torchrec.ParameterSharding(
+        types.TABLE_WISE, kernels.FUSED_UVM_CACHING, [0], spec, cache
+    )
+    assert (cached.sharding_type, cached.compute_kernel) == ("table_wise", "fused_uvm_caching")
+    assert cached.to_emblib().storage.cache.load_factor == 0.5
+    dense = torchrec.ParameterSharding(types.TABLE_WISE, kernels.DENSE, [0], spec)
+    sharder = torchrec.EmbeddingBagCollectionSharder({"learning_rate": 0.1})
+    with pytest.raises(ValueError, match="the plan says DENSE"):
+        sharder.shard(collection, {"t": dense}, torchrec.ShardingEnv.from_local(1, 0))
+    sharded = torchrec.shard(collection, {"t": dense.to_emblib()})
+    assert isinstance(sharded, torchrec.ShardedEmbeddingBagCollection)
 
 
 def test_a_plan_for_gpus_needs_none() -> None:
