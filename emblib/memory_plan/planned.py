@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from emblib.collections.configs import TableConfig
-from emblib.collections.optimizers.fused import trained_configs
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding.shard import collections_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection, duplicate_tables
-from emblib.collections.optimizers.fused import trained_configs
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision, check_comm_precision

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.groups import SliceKey, TableGroups, group_slices
-from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.gradient_norms import GradientShare
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.collections.shared import SharedTable
 from emblib.grad_mode import without_gradients
 from emblib.jagged import KeyedJaggedTensor

@@ -6,14 +6,10 @@
 work on them; their state dicts have parameter names.
 """
 
-from emblib.collections.optimizers.fused import (
-    FusedOptimizer,
-    FusedParams,
-    FusedTableEntry,
-    HasFusedTables,
+from emblib.collections.optimizers.conversions import FusedParams, from_fused_params, from_torch
+from emblib.collections.optimizers.fused import FusedOptimizer, FusedTableEntry, HasFusedTables
+from emblib.collections.optimizers.in_backward import (
     apply_optimizer_in_backward,
-    from_fused_params,
-    from_torch,
     in_backward_optimizer_filter,
 )
 from emblib.collections.optimizers.keyed import (

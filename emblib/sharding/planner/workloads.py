@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from emblib.collections.configs import TableConfig
-from emblib.collections.optimizers.fused import trained_configs
+from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding.planner.topology import refuse_old_names
 from emblib.sharding.shard import collections_of
