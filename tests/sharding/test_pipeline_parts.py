@@ -468,6 +468,10 @@ def test_wrong_use_is_told() -> None:
             TrainPipelineSparseDist(torch.nn.Linear(1, 1), None, **{name: value})
     with pytest.raises(TypeError, match="must have zero_grad and step"):
         TrainPipelineBase(torch.nn.Linear(1, 1), 0.1)
+    with pytest.raises(TypeError, match="must have zero_grad and step"):
+        TrainPipelineBase(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))  # has zero_grad alone
+    with pytest.raises(TypeError, match="empty must be a function of a batch, got 0"):
+        DrainAll(0)  # type: ignore[arg-type]
     alone = TrainPipelineBase(torch.nn.Linear(1, 1), None, forward=lambda batch: batch)
     batches = iter(torch.arange(3))
     with pytest.raises(ValueError, match="a model in training needs an optimizer"):

@@ -82,8 +82,8 @@ class SavedGroups:
         if not self._saved_groups or not self._groups:
             return True
         if isinstance(self._optimizer, KeyedOptimizer):
-            return [set(group) for group in self._groups] == [set(g) for g in self._saved_groups]
-        return [len(group) for group in self._groups] == [len(g) for g in self._saved_groups]
+            return list(map(set, self._groups)) == list(map(set, self._saved_groups))
+        return list(map(len, self._groups)) == list(map(len, self._saved_groups))
 
     def read_options(self, *, strict: bool) -> list[str]:
         """Read the options of each group from the saved group that has most of its parameters.
@@ -97,8 +97,8 @@ class SavedGroups:
         """
         if not isinstance(self._optimizer, KeyedOptimizer):
             raise CheckpointError(
-                f"{self._prefix[:-1]} has groups of {[len(g) for g in self._groups]} parameters, "
-                f"the checkpoint {[len(g) for g in self._saved_groups]}, and numbered parameters "
+                f"{self._prefix[:-1]} has groups of {list(map(len, self._groups))} parameters, "
+                f"the checkpoint {list(map(len, self._saved_groups))}, and numbered parameters "
                 "cannot be matched: pass a KeyedOptimizerWrapper, whose parameters have names, to "
                 "save and load"
             )

@@ -471,11 +471,15 @@ def load_module_state(collection: ShardedCollection, state: Mapping[str, Tensor]
             `emblib.sharding.checkpoints.load` converts, or cores are of another tensor train;
             nothing is written then.
     """
-    tables_and_values = [
-        (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
-        for table in _tables_of(collection)
-        for p in (f"{table.name}.",)
-    ]
+    tables_and_values = []
+    for table in _tables_of(collection):
+        prefix = f"{table.name}."
+        values = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        tables_and_values.append((table, values))
     for table, values in tables_and_values:
         table.check_parameters(values)
     for table, values in tables_and_values:

@@ -55,7 +55,7 @@ class TrainPipelineBase:
             if it has none.
 
     Raises:
-        TypeError: `model` is not a module, `optimizer` has no `zero_grad`, `forward` or
+        TypeError: `model` is not a module, `optimizer` lacks `zero_grad` or `step`, `forward` or
             `on_progress` is not a function, `uneven_inputs` or `ranks` has another type.
 
     Example:
@@ -89,7 +89,8 @@ class TrainPipelineBase:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        if optimizer is not None and not hasattr(optimizer, "zero_grad"):
+        is_optimizer = hasattr(optimizer, "zero_grad") and hasattr(optimizer, "step")
+        if optimizer is not None and not is_optimizer:
             raise TypeError(
                 "optimizer must have zero_grad and step, or be None where the model is only run "
                 f"forward, in eval mode; got {optimizer!r}"

@@ -90,7 +90,7 @@ class _ForwardMode:
 
     Attributes:
         calls: calls whose inputs are sent together; empty if collections exchange separately. None
-            before a search, and if the next forward is to be searched again.
+            if the next forward is searched.
         searches: number of forwards that were searched.
         made_other_calls: whether a later forward made other calls, so that the next is searched.
     """
@@ -109,10 +109,11 @@ class _RunningForward:
         mode: calls that forwards of this mode make.
         with_grad: whether gradients are enabled.
         is_searched: whether this forward is searched for the inputs of collections.
-        versions: version counters of tensors. In a searched forward, those of all leaves of the
-            arguments, by `_identity`; otherwise those of the sent inputs, by number of the call.
+        leaf_versions: version counters of all leaves of the arguments of a searched forward, by
+            `_identity`.
         seen_calls: calls of a searched forward so far.
         calls: calls whose ids were sent.
+        sent_versions: version counters of the sent inputs, by number of the call.
         ids: ids in flight, by number of the call.
         waiting: numbers of the calls that were sent and not made yet, by module.
         outputs: functions that return the output of a call, by its number.
@@ -122,9 +123,10 @@ class _RunningForward:
     mode: _ForwardMode
     with_grad: bool
     is_searched: bool = False
-    versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    leaf_versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     seen_calls: list[_SeenCall] = field(default_factory=list)
     calls: list[InputCall] = field(default_factory=list)
+    sent_versions: list[tuple[int, ...]] = field(default_factory=list)
     ids: list[Awaitable[Any]] = field(default_factory=list)
     waiting: dict[Any, deque[int]] = field(default_factory=dict)
     outputs: dict[int, Callable[[], Any]] = field(default_factory=dict)
@@ -199,7 +201,9 @@ class JointDist:
         """Start to search a forward: remember its arguments and their versions."""
         running.mode.searches += 1
         running.is_searched = True
-        running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
+        running.leaf_versions = {
+            _identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)
+        }
 
     def _send(self, running: _RunningForward, mode_calls: Sequence[_CallPath]) -> None:
         """Send the ids, or search this forward if any rank does not find its inputs.
@@ -225,8 +229,8 @@ class JointDist:
             self._search(running)
             return
         running.calls, running.ids = calls, ids
+        running.sent_versions = [_versions(call.features) for call in calls]
         for index, call in enumerate(calls):
-            running.versions[index] = _versions(call.features)
             running.waiting.setdefault(call.module, deque()).append(index)
 
     def take(self, module: Any, features: Any) -> Any:
@@ -242,7 +246,7 @@ class JointDist:
         if running is None:
             return None
         if running.is_searched:
-            has_changed = running.versions.get(_identity(features)) != _versions(features)
+            has_changed = running.leaf_versions.get(_identity(features)) != _versions(features)
             is_separate = torch.is_grad_enabled() != running.with_grad or is_checkpointed(module)
             running.seen_calls.append(
                 _SeenCall(InputCall(module, features), has_changed, is_separate)
@@ -254,7 +258,7 @@ class JointDist:
         if not queue or not is_same_input(running.calls[queue[0]].features, features):
             return None
         index = queue.popleft()
-        if running.versions[index] != _versions(running.calls[index].features):
+        if running.sent_versions[index] != _versions(running.calls[index].features):
             raise RuntimeError(
                 f"the model changed the input of {self._names[module]} in place, but its ids were "
                 "sent before its forward: copy the input, or set joint_dist.enabled = False of "

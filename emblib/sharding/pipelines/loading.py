@@ -78,6 +78,9 @@ class DrainAll:
         empty: function that returns an empty batch, given any batch; by default `empty_batch`,
             which empties the first dimension of all tensors.
 
+    Raises:
+        TypeError: `empty` is not a function.
+
     Example:
         >>> model = torch.nn.Linear(2, 1).eval()
         >>> pipeline = emblib.sharding.TrainPipelineBase(
@@ -91,6 +94,10 @@ class DrainAll:
     """
 
     empty: Callable[[Any], Any] = empty_batch
+
+    def __post_init__(self) -> None:
+        if not callable(self.empty):
+            raise TypeError(f"empty must be a function of a batch, got {self.empty!r}")
 
 
 @dataclass(frozen=True)
@@ -276,8 +283,8 @@ class Loader:
             return step.epoch == self.epoch
         step_numbers, newest_numbers = step.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
         return all(
-            a[_BatchNumber.EPOCH] == b[_BatchNumber.EPOCH]
-            for a, b in zip(step_numbers, newest_numbers, strict=True)
+            numbers[_BatchNumber.EPOCH] == newer[_BatchNumber.EPOCH]
+            for numbers, newer in zip(step_numbers, newest_numbers, strict=True)
         )
 
     def fetch(self) -> Step:

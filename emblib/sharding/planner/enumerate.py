@@ -35,7 +35,9 @@ from emblib.storage import Storage, TableSlice
 _COLUMN_TYPES = frozenset(
     {ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID}
 )
-_KEYED_TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+_KEYED_TYPES = frozenset(
+    {ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
+)
 _TYPES_ON_REQUEST = frozenset({ShardingType.GRID})  # only if the constraints name them
 
 
@@ -188,29 +190,35 @@ def cuts_columns_exactly(workload: TableWorkload) -> bool:
 def allowed_types(
     workload: TableWorkload, topology: Topology, storage: Storage | None
 ) -> list[ShardingType]:
-    """Return the types that the constraints allow, by default those that change no result.
+    """Return the types that the constraints allow, in the order of `ShardingType`.
 
-    Hash tables have only the types in `_KEYED_TYPES`. If the constraints name no types, these are
-    left out: the types in `_TYPES_ON_REQUEST`; types that cut columns, if the optimizer needs whole
-    rows (`cuts_columns_exactly`); types that equal another type in this topology. `storage` is the
+    If the constraints name no types, these are the types that change no result.
+
+    Hash tables have only the types in `_KEYED_TYPES`. Left out by default are the types in
+    `_TYPES_ON_REQUEST`, types that cut columns if the optimizer needs whole rows
+    (`cuts_columns_exactly`), and types that equal another type in this topology. `storage` is the
     storage of the table, None for the configured one.
     """
     requested_types = workload.constraints.sharding_types
-    types = [t for t in ShardingType if requested_types is None or t in requested_types]
+    types = set(ShardingType if requested_types is None else requested_types)
     if with_storage(workload.config, storage).storage.is_keyed:
-        types = [t for t in types if t in _KEYED_TYPES]
+        types &= _KEYED_TYPES
     if requested_types is None:
-        types = [t for t in types if t not in _TYPES_ON_REQUEST]
+        types -= _TYPES_ON_REQUEST
         if not cuts_columns_exactly(workload):
-            types = [t for t in types if t not in _COLUMN_TYPES]
+            types -= _COLUMN_TYPES
         if topology.num_nodes == 1 or topology.local_world_size == 1:
             # With one node, or one rank per node, these are the same as ROW_WISE and COLUMN_WISE
             # or TABLE_WISE.
-            node_types = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
-            types = [t for t in types if t not in node_types]
+            types -= {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
         if topology.world_size == 1:
-            types = [t for t in types if t in (ShardingType.TABLE_WISE, ShardingType.CUSTOM)]
-    return types
+            types &= {ShardingType.TABLE_WISE, ShardingType.CUSTOM}
+    return [sharding_type for sharding_type in ShardingType if sharding_type in types]
+
+
+def min_nbytes(options: Sequence[Option], world_size: int) -> float:
+    """Return the fewest bytes on all ranks together that any option needs, in its largest field."""
+    return min(max(option.nbytes(world_size)) for option in options)
 
 
 class ShardCosts:

@@ -392,45 +392,39 @@ class CostModel:
             # Three copies: rows are appended to the received rows, then copied to the output;
             # gradients are copied back.
             arrange_s = 3 * _COPY_BYTES * num_floats * costs.arrange_ns * _S_PER_NS
-        if not table_slice.storage.is_trained:
-            seconds = 0.0, lookup_s, 0.0, 0.0
-        elif not is_fused(reader.optimizer):
-            seconds = (
-                0.0,
-                lookup_s,
-                0.0,
-                self._update_s(reader, table_slice, num_ids, num_output_rows),
+        if not table_slice.storage.is_trained or not is_fused(reader.optimizer):
+            # Nothing is received: this rank computes the gradient of its own batch, if any.
+            update_s = self._update_s(reader, table_slice, num_ids, num_output_rows)
+            seconds = (0.0, lookup_s, 0.0, update_s)
+            return _LookupCost(seconds, combining_nbytes, updating_nbytes, arrange_s)
+        # A fused optimizer: this rank receives the ids and gradients of all ranks.
+        all_batches_nbytes = _batch_nbytes(reader, num_ids, num_bags) * world
+        num_all_ids, num_all_output_rows = num_ids * world, num_output_rows * world
+        update_s = self._update_s(reader, table_slice, num_all_ids, num_all_output_rows)
+        rows_nbytes = 0.0
+        if table_slice.storage.updates_need_rows:
+            update_s += self._lookup_s(reader, table_slice, num_all_ids, num_all_output_rows)
+            rows_nbytes = _FLOAT_BYTES * num_floats * world
+        gradient_nbytes = num_floats * world * self._bytes_per_float.backward
+        seconds = (
+            all_batches_nbytes * self._s_per_byte,
+            lookup_s,
+            gradient_nbytes * self._s_per_byte,
+            update_s,
+        )
+        # Batches and gradients of all ranks. Gradients of unpooled rows are first concatenated over
+        # features, and put in order when they have arrived.
+        gathered_nbytes = 0.0
+        if world > 1:
+            arrange_s += all_batches_nbytes / _ID_BYTES * costs.route_ns * _S_PER_NS
+            gathered_nbytes = (
+                self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * num_floats * world
             )
-        else:
-            # This rank receives the ids and gradients of all ranks.
-            all_batches_nbytes = _batch_nbytes(reader, num_ids, num_bags) * world
-            num_all_ids, num_all_output_rows = num_ids * world, num_output_rows * world
-            update_s = self._update_s(reader, table_slice, num_all_ids, num_all_output_rows)
-            rows_nbytes = 0.0
-            if table_slice.storage.updates_need_rows:
-                update_s += self._lookup_s(reader, table_slice, num_all_ids, num_all_output_rows)
-                rows_nbytes = _FLOAT_BYTES * num_floats * world
-            gradient_nbytes = num_floats * world * self._bytes_per_float.backward
-            seconds = (
-                all_batches_nbytes * self._s_per_byte,
-                lookup_s,
-                gradient_nbytes * self._s_per_byte,
-                update_s,
-            )
-            if world > 1:
-                arrange_s += all_batches_nbytes / _ID_BYTES * costs.route_ns * _S_PER_NS
-            # Batches and gradients of all ranks. Gradients of unpooled rows are first concatenated
-            # over features, and put in order when they have arrived.
-            gathered_nbytes = 0.0
-            if world > 1:
-                gathered_nbytes = (
-                    self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * num_floats * world
-                )
-            combining_nbytes += gathered_nbytes * self._num_row_copies(reader)
-            combining_nbytes += 0.0 if is_pooled else 2 * _FLOAT_BYTES * num_floats
-            updating_nbytes = (
-                caller_nbytes + gathered_nbytes + rows_nbytes + _GROUPING_BYTES * num_all_ids
-            )
+        combining_nbytes += gathered_nbytes * self._num_row_copies(reader)
+        combining_nbytes += 0.0 if is_pooled else 2 * _FLOAT_BYTES * num_floats
+        updating_nbytes = (
+            caller_nbytes + gathered_nbytes + rows_nbytes + _GROUPING_BYTES * num_all_ids
+        )
         return _LookupCost(seconds, combining_nbytes, updating_nbytes, arrange_s)
 
     # Lookups and updates

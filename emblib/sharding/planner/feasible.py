@@ -15,6 +15,7 @@ from emblib.sharding.planner.enumerate import (
     ShardGroup,
     allowed_types,
     build_option,
+    min_nbytes,
 )
 from emblib.sharding.planner.estimate import ShardShape
 from emblib.sharding.planner.search import PlacedOption, Plan, Problem, RankCosts, place
@@ -38,30 +39,38 @@ def any_plan(problem: Problem) -> Plan:
     only one is tried. With more than `_MAX_GROUPS` groups nothing is tried.
     """
     world = problem.model.topology.world_size
-    num_groups = sum(max(len(o.groups) for o in options) for options in problem.options)
+    num_groups = sum(max(len(option.groups) for option in options) for options in problem.options)
     if num_groups > _MAX_GROUPS:
         return []
     rank_costs = problem.empty_costs()
-    options = [
-        sorted(table_options, key=lambda o: (o.penalty, max(o.nbytes(world))))
-        for table_options in problem.options
-    ]
+    options = [_sort_by_bytes(table_options, world) for table_options in problem.options]
     # A table counts by its largest shard, in the option where that is smallest. The table with the
     # largest comes first, because the fewest ranks have memory for it.
-    order = sorted(range(len(options)), key=lambda t: (-min(map(_largest_nbytes, options[t])), t))
-    min_nbytes = [
-        [min(pool) for pool in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
-        for t in order
-    ]
-    min_remaining_nbytes = [
-        [sum(pools[pool] for pools in min_nbytes[i:]) for pool in range(len(MemoryNeed._fields))]
-        for i in range(len(min_nbytes) + 1)
-    ]
-    search = _Search(rank_costs, [options[t] for t in order], min_remaining_nbytes)
+    order = sorted(
+        range(len(options)),
+        key=lambda table: (-min(map(_largest_nbytes, options[table])), table),
+    )
+    # Lower bounds of the bytes of each table, then of each table with all after it, by field.
+    table_nbytes = [_min_need(options[table], world) for table in order]
+    min_remaining_nbytes = [MemoryNeed(0, 0)]
+    for need in reversed(table_nbytes):
+        min_remaining_nbytes.insert(0, min_remaining_nbytes[0].plus(need))
+    search = _Search(rank_costs, [options[table] for table in order], min_remaining_nbytes)
     if not search.place_from(0):
         return []
-    choices = dict(zip(order, search.choices, strict=True))
-    return [choices[t] for t in sorted(choices)]
+    placements = dict(zip(order, search.placements, strict=True))
+    return [placements[table] for table in sorted(placements)]
+
+
+def _sort_by_bytes(options: Sequence[Option], world_size: int) -> list[Option]:
+    """Return options in the order of penalties, then of bytes on all ranks together."""
+    return sorted(options, key=lambda option: (option.penalty, max(option.nbytes(world_size))))
+
+
+def _min_need(options: Sequence[Option], world_size: int) -> MemoryNeed:
+    """Return the fewest bytes on all ranks together that any option needs, in each field."""
+    by_field = zip(*(option.nbytes(world_size) for option in options), strict=True)
+    return MemoryNeed(*map(min, by_field))
 
 
 def _largest_nbytes(option: Option) -> float:
@@ -80,7 +89,7 @@ class _Search:
             i + 1, ... need on all ranks together, by field of `MemoryNeed`; zeros at the end.
 
     Attributes:
-        choices: the placements of the tables so far.
+        placements: the placements of the tables so far.
         num_steps: placements of groups, and of options without groups, that were tried.
     """
 
@@ -92,7 +101,7 @@ class _Search:
     ) -> None:
         self.rank_costs, self.options = rank_costs, options
         self.min_remaining_nbytes = min_remaining_nbytes
-        self.choices: list[PlacedOption] = []
+        self.placements: list[PlacedOption] = []
         self.num_steps = 0
 
     def place_from(self, table: int) -> bool:
@@ -123,10 +132,10 @@ class _Search:
         if len(targets) == len(option.groups):
             if not self.rank_costs.all_ranks_fit():
                 return False
-            self.choices.append(PlacedOption(option, tuple(targets)))
+            self.placements.append(PlacedOption(option, tuple(targets)))
             if self.place_from(table + 1):
                 return True
-            self.choices.pop()
+            self.placements.pop()
             return False
         group = option.groups[len(targets)]
         for target in self._targets(group, targets):
@@ -205,22 +214,22 @@ def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     the largest comes first among both.
     """
     world = problem.model.topology.world_size
-    nbytes = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
+    nbytes = [min_nbytes(options, world) for options in problem.options]
     order = sorted(
         range(len(nbytes)),
         key=lambda table: (_can_cut(problem, workloads[table]), -nbytes[table], table),
     )
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
-        by_bytes = sorted(problem.options[table], key=lambda o: (o.penalty, max(o.nbytes(world))))
-        placements = (place(rank_costs, option) for option in by_bytes)
-        choice = next((c for c in placements if c is not None), None)
-        if choice is None and _can_cut(problem, workloads[table]):
-            choice = _cut_into_blocks(rank_costs, workloads[table], problem)
-        if choice is None:
+        options = _sort_by_bytes(problem.options[table], world)
+        placements = (place(rank_costs, option) for option in options)
+        placement = next((placed for placed in placements if placed is not None), None)
+        if placement is None and _can_cut(problem, workloads[table]):
+            placement = _cut_into_blocks(rank_costs, workloads[table], problem)
+        if placement is None:
             return []
-        rank_costs.add(choice)
-        plan[table] = choice
+        rank_costs.add(placement)
+        plan[table] = placement
     return [plan[table] for table in sorted(plan)]
 
 
@@ -334,14 +343,14 @@ def no_plan_error(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanE
     """Return the error for a problem without a plan; `workloads` are its tables."""
     world = problem.model.topology.world_size
     # Bytes per table on all ranks together, by its smallest option.
-    needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
-    order = sorted(range(len(workloads)), key=lambda t: (-needs[t], t))
+    needs = [min_nbytes(options, world) for options in problem.options]
+    order = sorted(range(len(workloads)), key=lambda table: (-needs[table], table))
     free_memory = [max(0.0, memory.device) for memory in problem.free_memory]
-    too_large = [t for t in order if not _fits_alone(problem, t)]
-    needed = _min_nbytes(problem)
+    too_large = [table for table in order if not _fits_alone(problem, table)]
+    needed = _min_total_nbytes(problem)
     needed_text = f"all tables need {_format_need(needed)} at least"
     if too_large:
-        missing = max((_missing_alone(problem, t) for t in too_large), key=sum)
+        missing = max((_missing_alone(problem, table) for table in too_large), key=sum)
         verb = "fits" if len(too_large) == 1 else "fit"
         subject = (
             f"{_describe_tables(workloads, needs, too_large)} {verb} "
@@ -377,13 +386,12 @@ def _fits_alone(problem: Problem, table: int) -> bool:
     return any(place(rank_costs, option) is not None for option in problem.options[table])
 
 
-def _min_nbytes(problem: Problem) -> MemoryBytes:
+def _min_total_nbytes(problem: Problem) -> MemoryBytes:
     """Return lower bounds of the bytes of all tables on all ranks together."""
     world = problem.model.topology.world_size
     total = MemoryNeed(0, 0)
     for options in problem.options:
-        by_field = zip(*(option.nbytes(world) for option in options), strict=True)
-        total = total.plus(MemoryNeed(*map(min, by_field)))
+        total = total.plus(_min_need(options, world))
     return MemoryBytes(total.device, total.host, total.disk)
 
 

@@ -498,13 +498,15 @@ class _LinkCosts(NamedTuple):
 
 
 def _has_a_core_each(ranks: RankGroup) -> bool:
-    """Return whether every rank of this node can compute at the same time; a collective."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(1))
-    cores_of_ranks = ranks.gather_objects(cores)
-    node = cores_of_ranks[ranks.node * ranks.local_size : (ranks.node + 1) * ranks.local_size]
+    """Return whether all ranks of this node can compute at the same time; a collective."""
+    # Systems that cannot tell count as one core.
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    cores_by_rank = ranks.gather_objects(cores)
     if ranks.device.type == "cuda":
         return True
-    return len(set().union(*node)) >= ranks.local_size * torch.get_num_threads()
+    first_rank = ranks.node * ranks.local_size
+    cores_of_node = set().union(*cores_by_rank[first_rank : first_rank + ranks.local_size])
+    return len(cores_of_node) >= ranks.local_size * torch.get_num_threads()
 
 
 def _measure_overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:

@@ -167,10 +167,10 @@ class Planner:
         return [self.reservation.left(pool, dense_nbytes) for pool in capacity]
 
     def _sharding_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
-        """Convert choices by workload to a plan by module and table."""
+        """Convert placements by workload to a plan by module and table."""
         modules: dict[str, dict[str, object]] = {}
-        for workload, choice in zip(workloads, plan, strict=True):
-            sharding = choice.option.sharding(workload, self.topology, choice.targets)
+        for workload, placement in zip(workloads, plan, strict=True):
+            sharding = placement.option.sharding(workload, self.topology, placement.targets)
             for reader in workload.by_reader:
                 modules.setdefault(reader.path, {})[reader.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
@@ -181,18 +181,24 @@ def _search(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
 
     Returns an empty plan if none was found. `workloads` are the tables of the problem.
     """
-    configured_options = [[o for o in options if not o.penalty] for options in problem.options]
+    configured_options = [
+        [option for option in options if not option.penalty] for options in problem.options
+    ]
     if all(configured_options):
         configured = replace(problem, options=configured_options)
         plans = starting_plans(configured)
         if not plans:  # memory is short
-            plans = [p for p in (any_plan(configured), cut_to_fit(configured, workloads)) if p]
+            plans = [any_plan(configured), cut_to_fit(configured, workloads)]
+            plans = [plan for plan in plans if plan]
         if plans:
             return improve_best(configured, plans)
     if configured_options == problem.options:
         return []  # no table has an alternative
-    plans = starting_plans(problem) or [p for p in (any_plan(problem),) if p]
-    return improve_best(problem, plans) if plans else []
+    plans = starting_plans(problem)
+    if plans:
+        return improve_best(problem, plans)
+    plan = any_plan(problem)
+    return improve_best(problem, [plan]) if plan else []
 
 
 def _check_constraints(constraints: Mapping[str, TableConstraints]) -> dict[str, TableConstraints]:

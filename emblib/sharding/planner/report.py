@@ -169,21 +169,23 @@ def _prediction(
     ranks = tuple(
         RankPrediction(
             tuple(
-                seconds[r] + common
+                seconds[rank] + common
                 for seconds, common in zip(
                     rank_costs.seconds, rank_costs.common_seconds, strict=True
                 )
             ),
             MemoryNeed(
                 *(
-                    used[r] + c
-                    for used, c in zip(rank_costs.nbytes, rank_costs.common_nbytes, strict=True)
+                    used[rank] + common
+                    for used, common in zip(
+                        rank_costs.nbytes, rank_costs.common_nbytes, strict=True
+                    )
                 )
             ),
-            MemoryBytes(*rank_costs.free_memory[r][1:]),  # device memory is there twice
-            num_tables[r],
+            MemoryBytes(*rank_costs.free_memory[rank][1:]),  # device memory is there twice
+            num_tables[rank],
         )
-        for r in range(topology.world_size)
+        for rank in range(topology.world_size)
     )
     return Prediction(plan, phases, ranks, tables, topology.costs.source)
 
@@ -262,19 +264,23 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:
     """Return the header and a row of cells per rank; if there are many, of the slowest only."""
-    fields = [f for f in ("host", "disk") if any(getattr(r.nbytes, f) for r in prediction.ranks)]
+    fields = [
+        field
+        for field in ("host", "disk")
+        if any(getattr(rank.nbytes, field) for rank in prediction.ranks)
+    ]
     heads = ["rank", "tables", "memory", "of", *fields]
     rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
     order = list(range(len(prediction.ranks)))
     if len(order) > _MAX_RANKS:
-        order.sort(key=lambda r: -sum(prediction.ranks[r].seconds))
+        order.sort(key=lambda number: -sum(prediction.ranks[number].seconds))
         order = sorted(order[:_MAX_RANKS])
-    for r in order:
-        rank = prediction.ranks[r]
-        host_and_disk = [format_bytes(getattr(rank.nbytes, f)) for f in fields]
+    for number in order:
+        rank = prediction.ranks[number]
+        host_and_disk = [format_bytes(getattr(rank.nbytes, field)) for field in fields]
         rows.append(
             [
-                str(r),
+                str(number),
                 str(rank.num_tables),
                 format_bytes(rank.nbytes.device),
                 format_bytes(rank.free_memory.device),
@@ -294,24 +300,16 @@ def _describe_phases(prediction: Prediction) -> list[str]:
     longest = max(prediction.phases, key=prediction.phases.__getitem__)
     lines = [f"Phases, ms: {phase_times}."]
     if longest in PHASES:
-        number = PHASES.index(longest)
-        slowest = max(
-            range(len(prediction.ranks)), key=lambda r: prediction.ranks[r].seconds[number]
-        )
+        phase_seconds = [rank.seconds[PHASES.index(longest)] for rank in prediction.ranks]
+        slowest = phase_seconds.index(max(phase_seconds))
         lines.append(f"Longest: {longest}, where rank {slowest} is the slowest.")
     else:
         lines.append(f"Longest: {longest}, on all ranks alike.")
-    fullest = max(
-        range(len(prediction.ranks)),
-        key=lambda r: (
-            prediction.ranks[r].nbytes.device / max(prediction.ranks[r].free_memory.device, 1.0)
-        ),
-    )
-    rank = prediction.ranks[fullest]
-    share = rank.nbytes.device / max(rank.free_memory.device, 1.0)
+    shares = [rank.nbytes.device / max(rank.free_memory.device, 1.0) for rank in prediction.ranks]
+    fullest = shares.index(max(shares))
+    free_memory = format_bytes(prediction.ranks[fullest].free_memory.device)
     lines.append(
-        f"Fullest: rank {fullest}, {share:.0%} of {format_bytes(rank.free_memory.device)} "
-        "after the reservation."
+        f"Fullest: rank {fullest}, {shares[fullest]:.0%} of {free_memory} after the reservation."
     )
     if not prediction.fits:
         lines.append("The plan does NOT fit.")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from emblib.sharding.planner.enumerate import Domain, Option, ShardGroup
+from emblib.sharding.planner.enumerate import Domain, Option, ShardGroup, min_nbytes
 from emblib.sharding.planner.estimate import INPUT, OUTPUT, PHASES, CostModel
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
@@ -119,11 +119,11 @@ class RankCosts:
                 disk[rank] += sign * nbytes.disk
             rank += 1
 
-    def add(self, choice: PlacedOption, sign: int = 1) -> None:
+    def add(self, placement: PlacedOption, sign: int = 1) -> None:
         """Add a table (sign 1) or remove it (sign -1)."""
-        for group, target in zip(choice.option.groups, choice.targets, strict=True):
+        for group, target in zip(placement.option.groups, placement.targets, strict=True):
             self.move(group, target, sign)
-        self.add_common(choice.option, sign)
+        self.add_common(placement.option, sign)
 
     def add_common(self, option: Option, sign: int = 1) -> None:
         """Add the costs of an option that every rank has (sign 1) or remove them (sign -1)."""
@@ -258,11 +258,11 @@ class Problem:
         """Return the costs of an empty plan."""
         return RankCosts(self.model, self.free_memory, is_weighted=self.is_weighted)
 
-    def costs_of(self, choices: Iterable[PlacedOption]) -> RankCosts:
+    def costs_of(self, placements: Iterable[PlacedOption]) -> RankCosts:
         """Return the costs of a plan."""
         rank_costs = self.empty_costs()
-        for choice in choices:
-            rank_costs.add(choice)
+        for placement in placements:
+            rank_costs.add(placement)
         return rank_costs
 
     @property
@@ -379,14 +379,14 @@ def place_greedily(
     for table in order:
         best: tuple[float, PlacedOption] | None = None
         for option in problem.options[table]:
-            choice = place(rank_costs, option)
-            if choice is None:
+            placement = place(rank_costs, option)
+            if placement is None:
                 continue
-            rank_costs.add(choice)
+            rank_costs.add(placement)
             value = key(rank_costs, option)
-            rank_costs.add(choice, -1)
+            rank_costs.add(placement, -1)
             if best is None or value < best[0] * (1 - _TOLERANCE):
-                best = value, choice
+                best = value, placement
         if best is None:
             return []
         plan[table] = best[1]
@@ -402,18 +402,21 @@ def place_tables_whole(problem: Problem) -> Plan:
     """
     world = problem.model.topology.world_size
     ranked = [
-        sorted(options, key=lambda o: (o.penalty, o.type is not ShardingType.TABLE_WISE))
+        sorted(
+            options,
+            key=lambda option: (option.penalty, option.type is not ShardingType.TABLE_WISE),
+        )
         for options in problem.options
     ]
     order = sorted(range(len(ranked)), key=lambda table: (-ranked[table][0].seconds(world), table))
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
         placements = (place(rank_costs, option) for option in ranked[table])
-        choice = next((c for c in placements if c is not None), None)
-        if choice is None:
+        placement = next((placed for placed in placements if placed is not None), None)
+        if placement is None:
             return []
-        rank_costs.add(choice)
-        plan[table] = choice
+        rank_costs.add(placement)
+        plan[table] = placement
     return [plan[table] for table in sorted(plan)]
 
 
@@ -424,13 +427,13 @@ def starting_plans(problem: Problem) -> list[Plan]:
     """
     options, world = problem.options, problem.model.topology.world_size
     tables = range(len(options))
-    min_seconds = {t: min(option.seconds(world) for option in options[t]) for t in tables}
-    min_nbytes = {t: min(max(option.nbytes(world)) for option in options[t]) for t in tables}
-    by_cost = sorted(tables, key=lambda t: (-min_seconds[t], t))
-    by_size = sorted(tables, key=lambda t: (-min_nbytes[t], t))
+    seconds = [min(option.seconds(world) for option in options[table]) for table in tables]
+    sizes = [min_nbytes(options[table], world) for table in tables]
+    by_cost = sorted(tables, key=lambda table: (-seconds[table], table))
+    by_size = sorted(tables, key=lambda table: (-sizes[table], table))
 
     def step_s(rank_costs: RankCosts, option: Option) -> float:
-        # The mean decides between choices that do not change the time of the slowest rank. One
+        # The mean decides between placements that do not change the time of the slowest rank. One
         # penalty counts as one second, which is more than most steps take.
         mean_s = (
             sum(rank_costs.totals) / world
@@ -496,16 +499,20 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
     old_score, old_placement = score(rank_costs), plan[table]
     rank_costs.add(old_placement, -1)
     best, best_score = old_placement, old_score
-    choices = (c for option in problem.options[table] for c in _find_placements(rank_costs, option))
-    for choice in choices:
+    placements = (
+        placement
+        for option in problem.options[table]
+        for placement in _find_placements(rank_costs, option)
+    )
+    for placement in placements:
         if problem.is_exhausted:
             break
-        rank_costs.add(choice)
+        rank_costs.add(placement)
         problem.num_tried += 1
         new_score = score(rank_costs)
-        rank_costs.add(choice, -1)
+        rank_costs.add(placement, -1)
         if _is_better(new_score, best_score):
-            best, best_score = choice, new_score
+            best, best_score = placement, new_score
     rank_costs.add(best)
     plan[table] = best
     return best is not old_placement
@@ -534,9 +541,9 @@ def _find_placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption
     elif option.groups and option.groups[0].domain is not Domain.WORLD:
         for seconds in rank_costs.seconds:
             order = _targets_by_load(rank_costs, option.groups[0], seconds)
-            choice = place(rank_costs, option, order)
-            if choice is not None:
-                placements.setdefault(choice.targets, choice)
+            placement = place(rank_costs, option, order)
+            if placement is not None:
+                placements.setdefault(placement.targets, placement)
     return list(placements.values())
 
 
@@ -559,10 +566,10 @@ def _slow_ranks(rank_costs: RankCosts) -> list[int]:
     return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in seconds_by_rank))
 
 
-def _seconds_on(rank_costs: RankCosts, choice: PlacedOption, rank: int) -> float:
+def _seconds_on(rank_costs: RankCosts, placement: PlacedOption, rank: int) -> float:
     """Return the seconds of a table's groups on a rank, without its common cost."""
     total = 0.0
-    for group, target in zip(choice.option.groups, choice.targets, strict=True):
+    for group, target in zip(placement.option.groups, placement.targets, strict=True):
         member = rank - rank_costs.first_rank(group, target)
         if 0 <= member < len(group.loads):
             total += sum(group.loads[member].seconds)
@@ -572,7 +579,7 @@ def _seconds_on(rank_costs: RankCosts, choice: PlacedOption, rank: int) -> float
 def _tables_by_time(rank_costs: RankCosts, plan: Plan, rank: int) -> list[int]:
     """Return the `_MAX_TABLES_TRIED` tables that cost a rank most time, the slowest first."""
     seconds_by_table = [
-        (-_seconds_on(rank_costs, choice, rank), t) for t, choice in enumerate(plan)
+        (-_seconds_on(rank_costs, placement, rank), t) for t, placement in enumerate(plan)
     ]
     return [t for seconds, t in sorted(seconds_by_table)[:_MAX_TABLES_TRIED] if seconds < 0]
 
@@ -586,8 +593,8 @@ def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) 
     for rank in _slow_ranks(rank_costs):
         tables.update(dict.fromkeys(_tables_by_time(rank_costs, plan, rank)))
     common = [
-        (-sum(c.option.common_cost.seconds) - c.option.common_cost.arrange_s, t)
-        for t, c in enumerate(plan)
+        (-sum(cost.seconds) - cost.arrange_s, table)
+        for table, cost in enumerate(placement.option.common_cost for placement in plan)
     ]
     tables.update(dict.fromkeys(t for _, t in sorted(common)[:_MAX_TABLES_TRIED]))
     return _choose_each_again(problem, plan, rank_costs, tables)
@@ -600,9 +607,9 @@ def _swap_tables(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
     is kept; returns whether there was one.
     """
     rank_of_table = {
-        t: c.targets[0]
-        for t, c in enumerate(plan)
-        if len(c.targets) == 1 and c.option.groups[0].domain is Domain.RANK
+        table: placement.targets[0]
+        for table, placement in enumerate(plan)
+        if len(placement.targets) == 1 and placement.option.groups[0].domain is Domain.RANK
     }
     least_loaded = sorted(range(len(rank_costs.totals)), key=rank_costs.totals.__getitem__)[
         :_MAX_RANKS_TRIED
@@ -631,8 +638,8 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
     old_score = score(rank_costs)
     first, second = plan[first_table], plan[second_table]
     moves = [
-        (choice.option.groups[0], old.targets[0], new.targets[0])
-        for choice, old, new in ((first, first, second), (second, second, first))
+        (placement.option.groups[0], old.targets[0], new.targets[0])
+        for placement, old, new in ((first, first, second), (second, second, first))
     ]
     # The common costs of both tables stay added: `RankCosts.fits` needs them.
     for group, old_rank, _ in moves:

@@ -54,13 +54,13 @@ class TableConstraints:
                     f"sharding_types must be a sequence, got {self.sharding_types!r}: write "
                     f"({self.sharding_types!r},)"
                 )
-            types = tuple(ShardingType(t) for t in self.sharding_types)
+            types = tuple(map(ShardingType, self.sharding_types))
             if not types:
                 raise ValueError("sharding_types must have at least one type; None allows any")
             object.__setattr__(self, "sharding_types", types)
         storages = self.storages
         storages = (storages,) if isinstance(storages, Storage) else tuple(storages)
-        if not all(isinstance(s, Storage) and s.is_alternative for s in storages):
+        if not all(isinstance(storage, Storage) and storage.is_alternative for storage in storages):
             raise TypeError(
                 "storages must be TensorTrain(ranks) or Dense(placement) each, e.g. "
                 f"(TensorTrain((16, 16)),), got {self.storages!r}"
@@ -71,7 +71,7 @@ class TableConstraints:
             check_count("batch_size", self.batch_size)
         factors = self.pooling_factor
         factors = factors if isinstance(factors, tuple | list) else (factors,)
-        if not factors or not all(0 <= f < math.inf for f in factors):
+        if not factors or not all(0 <= factor < math.inf for factor in factors):
             raise ValueError(
                 f"pooling_factor must be a finite number >= 0, got {self.pooling_factor!r}"
             )
@@ -295,10 +295,12 @@ def any_is_weighted(workloads: Iterable[TableWorkload]) -> bool:
 def dense_bytes(module: nn.Module) -> int:
     """Return the bytes of the parameters and buffers of a model outside its collections."""
     tensors_of_tables = {
-        id(t) for c in collections_of(module).values() for t in (*c.parameters(), *c.buffers())
+        id(tensor)
+        for collection in collections_of(module).values()
+        for tensor in (*collection.parameters(), *collection.buffers())
     }
     return sum(
-        t.nbytes
-        for t in (*module.parameters(), *module.buffers())
-        if id(t) not in tensors_of_tables
+        tensor.nbytes
+        for tensor in (*module.parameters(), *module.buffers())
+        if id(tensor) not in tensors_of_tables
     )
