@@ -156,6 +156,10 @@ class SeparateCalls:
 
     A region repeats only its own lookup. For the first batch that is sent ahead, all calls look up
     separately; then it is known which of them are in regions.
+
+    Attributes:
+        is_learned: whether that batch has passed through the model.
+        indices: numbers of the calls of a forward that are in regions.
     """
 
     def __init__(self) -> None:
