@@ -61,9 +61,12 @@ class Codec(ABC):
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the payload of values of `dtype`."""
 
-    @abstractmethod
     def payload_splits(self, splits: Sequence[int]) -> list[int]:
-        """Return the number of payload elements per split; `splits` are numbers of values."""
+        """Return the number of payload elements per split; `splits` are numbers of values.
+
+        Both are equal unless a codec overrides this.
+        """
+        return list(splits)
 
     @abstractmethod
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
@@ -73,12 +76,13 @@ class Codec(ABC):
         and may be `values` itself.
         """
 
-    @abstractmethod
     def decode(self, payload: Tensor, splits: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Decode the values `[sum splits]` of a payload, in `dtype`.
 
-        The result may be `payload` itself.
+        The result may be `payload` itself. Unless a codec overrides this, it is the payload in
+        `dtype`.
         """
+        return payload.to(dtype)
 
     @abstractmethod
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
@@ -89,7 +93,7 @@ class Codec(ABC):
         """
 
     def nbytes(self, splits: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Return the bytes of the payload of all splits, which have these numbers of values."""
+        """Return the bytes of the payload of all splits, for values of `dtype`."""
         return sum(self.payload_splits(splits)) * self.payload_dtype(dtype).itemsize
 
 
@@ -111,33 +115,17 @@ class FP32(Codec):
         """Implement `Codec`."""
         return dtype
 
-    def payload_splits(self, splits: Sequence[int]) -> list[int]:
-        """Implement `Codec`."""
-        return list(splits)
-
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Implement `Codec`."""
         return values
-
-    def decode(self, payload: Tensor, splits: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Implement `Codec`."""
-        return payload.to(dtype)
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
         return torch.zeros_like(values, dtype=torch.float64)
 
 
-class _HalfPrecision(Codec):
-    """A codec of two bytes per value."""
-
-    def payload_splits(self, splits: Sequence[int]) -> list[int]:
-        """Implement `Codec`."""
-        return list(splits)
-
-
 @dataclass(frozen=True)
-class BF16(_HalfPrecision):
+class BF16(Codec):
     """Send bfloat16: the range of float32 with 8 bits of precision.
 
     Example:
@@ -155,10 +143,6 @@ class BF16(_HalfPrecision):
         """Implement `Codec`."""
         return values.to(torch.bfloat16)
 
-    def decode(self, payload: Tensor, splits: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Implement `Codec`."""
-        return payload.to(dtype)
-
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
         magnitudes = values.double().abs()
@@ -168,7 +152,7 @@ class BF16(_HalfPrecision):
 
 
 @dataclass(frozen=True)
-class FP16(_HalfPrecision):
+class FP16(Codec):
     """Send float16.
 
     Args:

@@ -255,6 +255,8 @@ def reduce_scatter_pooled(
 ) -> Awaitable[Tensor]:
     """Sum rows over ranks: `values[r]`, `[B[r], D]`, are the rows of this rank for rank r.
 
+    D is equal for all r. The other arguments are those of `reduce_scatter_v_pooled`.
+
     Returns:
         An awaitable of `[B[rank], D]`, the sum of the rows of all ranks for this rank.
     """
@@ -432,7 +434,7 @@ class _Direction:
         return start_all_to_all(payload, sizes, received_sizes, self.ranks, encoding=encoding)
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
-        """Return the received elements, flat: those of all ranks, or their sum over ranks."""
+        """Wait for the collective; return the values of all ranks, or their sum, in `dtype`."""
         if self.pattern is not _Pattern.SUMS:
             return self.codec.decode(pending.wait(), self.received_sizes, dtype)
         sum_dtype = torch.promote_types(dtype, torch.float32)

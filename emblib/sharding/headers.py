@@ -189,7 +189,7 @@ def gradient_headers(
 def check_call(content: Content, ranks: HeaderRanks) -> None:
     """Compare headers before collectives that have none; do nothing on a GPU or with one rank.
 
-    All ranks call this.
+    All ranks call this before they exchange data of the kind `content`.
 
     Raises:
         RuntimeError: another rank exchanges something else, on every rank; or two threads use the

@@ -73,7 +73,7 @@ class LocalBatch(NamedTuple):
         count_ids: function that returns the number of ids per feature; it may wait for a GPU.
         is_variable: whether features may differ in their number of bags.
         inverse: int64 `[B]` per feature, the bag of each example; None if bag i is example i.
-        counts: int64 `[L]`, the uses that each id stands for; None if each stands for one use.
+        use_counts: int64 `[L]`, the uses that each id stands for; None if each stands for one use.
     """
 
     ids: Tensor
@@ -84,7 +84,7 @@ class LocalBatch(NamedTuple):
     count_ids: Callable[[], list[int]]
     is_variable: bool = False
     inverse: list[Tensor] | None = None
-    counts: Tensor | None = None
+    use_counts: Tensor | None = None
 
     def starts(self) -> Tensor:
         """Return the first id of each feature, then the number of ids: `[F + 1]` as `offsets`."""
@@ -125,7 +125,7 @@ class OutgoingBatch(NamedTuple):
         num_replicated_ids: number of ids at the end of each rank's message that are for replicated
             tables.
         skips_sums: whether bags of units that nodes sum were dropped, so that no node can sum.
-        counts: int64, the uses that each id stands for; None once sent, or if each id stands for
+        use_counts: int64, the uses that each id stands for; None once sent, or if each stands for
             one use.
     """
 
@@ -140,7 +140,7 @@ class OutgoingBatch(NamedTuple):
     num_ids: list[int]
     num_replicated_ids: int
     skips_sums: bool = False
-    counts: Tensor | None = None
+    use_counts: Tensor | None = None
 
 
 class IncomingBatch(NamedTuple):
@@ -162,7 +162,7 @@ class IncomingBatch(NamedTuple):
         merges_rows: whether the estimated rows of all collections that were sent together are few
             enough on every rank to return in one message.
         skips_sums: whether nodes cannot sum rows, because a rank has dropped bags of them.
-        counts: int64, the uses that each id stands for; None if each stands for one use.
+        use_counts: int64, the uses that each id stands for; None if each stands for one use.
     """
 
     inputs: LocalBatch
@@ -177,7 +177,7 @@ class IncomingBatch(NamedTuple):
     num_replicated_ids: int
     merges_rows: bool = False
     skips_sums: bool = False
-    counts: Tensor | None = None
+    use_counts: Tensor | None = None
 
 
 class _BatchInFlight(NamedTuple):
@@ -212,7 +212,7 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: float) -> Tensor:
-        """Return `values`."""
+        """Return `values`, with the same memory."""
         ctx.scale = scale
         return values.view_as(values)
 
@@ -348,18 +348,18 @@ class InputDist(LayoutBuffers):
         sent_inputs = inputs._replace(weights=weights, ids=as_int64(inputs.ids))
         sort_ids = self._copy_features if self.has_whole_tables else self._bucketize
         batch = in_grad_mode(sort_ids, enabled=False)(sent_inputs)
-        return batch._replace(counts=self._counts_to_send(sent_inputs, batch))
+        return batch._replace(use_counts=self._counts_to_send(sent_inputs, batch))
 
     def _counts_to_send(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
         """Return the counts of uses in the order of sending."""
-        if inputs.counts is None:
+        if inputs.use_counts is None:
             return None
         if batch.positions is not None:
-            return inputs.counts[batch.positions]
+            return inputs.use_counts[batch.positions]
         if batch.ids is inputs.ids:
-            return inputs.counts
+            return inputs.use_counts
         return route.gather_segments(
-            inputs.counts, inputs.starts(), self.unit_features, sum(batch.num_ids)
+            inputs.use_counts, inputs.starts(), self.unit_features, sum(batch.num_ids)
         )
 
     def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
@@ -558,7 +558,7 @@ class InputDist(LayoutBuffers):
         return _BatchInFlight(
             inputs=inputs,
             batch=batch._replace(
-                lengths=None, ids=None, weights=None, positions=positions, counts=None
+                lengths=None, ids=None, weights=None, positions=positions, use_counts=None
             ),
             bag_counts=[
                 list(unit_bags)
@@ -581,7 +581,7 @@ class InputDist(LayoutBuffers):
         in_flight: _BatchInFlight,
         ids: Awaitable[Tensor],
         weights: Awaitable[Tensor] | None,
-        counts: Awaitable[Tensor] | None,
+        use_counts: Awaitable[Tensor] | None,
         *,
         merges_rows: bool,
     ) -> IncomingBatch:
@@ -591,7 +591,7 @@ class InputDist(LayoutBuffers):
             in_flight: sizes of the messages.
             ids: the received lengths and ids of all ranks, flat, in the order of ranks.
             weights: one weight per id, in the order of ranks; None without weights.
-            counts: one count of uses per id, in the order of ranks; None without counts.
+            use_counts: one count per id, in the order of ranks; None without use counts.
             merges_rows: whether rows may return in one message, see `IncomingBatch`.
         """
         payload = ids.wait()
@@ -620,7 +620,7 @@ class InputDist(LayoutBuffers):
             num_replicated_ids=in_flight.num_replicated_ids,
             merges_rows=merges_rows,
             skips_sums=in_flight.skips_sums,
-            counts=in_unit_order(counts),
+            use_counts=in_unit_order(use_counts),
         )
 
 
@@ -674,7 +674,7 @@ def _batch_kind(inputs: LocalBatch) -> int:
         _Kind.LONG_IDS * (inputs.ids.dtype is not torch.int32)
         + _Kind.WEIGHTS * (inputs.weights is not None)
         + _Kind.VARIABLE * inputs.is_variable
-        + _Kind.COUNTS * (inputs.counts is not None)
+        + _Kind.COUNTS * (inputs.use_counts is not None)
         + _Kind.WEIGHT_GRADIENTS * _needs_gradients(inputs.weights)
     )
 

@@ -86,7 +86,7 @@ def start_input_dists(
     A rank whose batch is wrong sends this in place of its sizes, and raises here. The first `wait`
     of the other ranks then raises RuntimeError. On all ranks the first `wait` raises RuntimeError
     if ids differ in dtype between ranks, or if only some batches have weights, gradients of
-    weights, counts or features of different batch sizes.
+    weights, use counts or features of different batch sizes.
 
     Args:
         requests: the batches; at least one.
@@ -124,11 +124,13 @@ def start_input_dists(
 
 
 def _id_nbytes(outgoing: _Outgoing) -> int:
-    """Return the number of bytes to send; a weight counts like an id."""
+    """Return the number of bytes to send; a weight has the size of an id."""
     num_ids = sum(outgoing.batch.num_ids)
     elements_per_id = 1 + (outgoing.batch.weights is not None)
     count_nbytes = (
-        0 if outgoing.batch.counts is None else num_ids * outgoing.batch.counts.element_size()
+        0
+        if outgoing.batch.use_counts is None
+        else num_ids * outgoing.batch.use_counts.element_size()
     )
     num_elements = num_ids * elements_per_id + sum(outgoing.batch.num_bags)
     return num_elements * outgoing.inputs.ids.element_size() + count_nbytes
@@ -139,7 +141,10 @@ def _send_ids(
     pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
     ranks: RankGroup,
 ) -> list[Awaitable[IncomingBatch]] | None:
-    """Receive the sizes, and send lengths, ids, weights and counts; None if a rank has no batch."""
+    """Receive the sizes, and send lengths, ids, weights and use counts.
+
+    Returns None if a rank has no batch.
+    """
     by_rank = pending.wait()
     states = [common[_CommonEntry.STATE] for common, _ in by_rank]
     if _State.ERROR in states:
@@ -166,8 +171,8 @@ def _send_ids(
         messages.append(Message(payload, sizes, expected.sizes))
         if batch.weights is not None:
             messages.append(Message(batch.weights.detach(), batch.num_ids, expected.received_ids()))
-        if batch.counts is not None:
-            messages.append(Message(batch.counts, batch.num_ids, expected.received_ids()))
+        if batch.use_counts is not None:
+            messages.append(Message(batch.use_counts, batch.num_ids, expected.received_ids()))
     payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
     results: list[Awaitable[IncomingBatch]] = []
     for (input_dist, _, batch), expected in zip(outgoing, in_flight, strict=True):
@@ -176,9 +181,9 @@ def _send_ids(
             weights = DifferentiableAllToAllAwaitable(
                 batch.weights, batch.num_ids, expected.received_ids(), ranks, next(payloads)
             )
-        counts = None if batch.counts is None else next(payloads)
+        use_counts = None if batch.use_counts is None else next(payloads)
         finish = partial(input_dist.sort_received, merges_rows=merges_rows)
-        results.append(DeferredAwaitable(partial(finish, expected, ids, weights, counts)))
+        results.append(DeferredAwaitable(partial(finish, expected, ids, weights, use_counts)))
     return results
 
 

@@ -132,7 +132,7 @@ class NodeSums(NamedTuple):
 
 
 def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
-    """Return the units whose rows can be summed within nodes; None if there are none.
+    """Return the units of a layout whose rows can be summed within nodes; None without any.
 
     `local_size` is the number of ranks per node, a divisor of the number of ranks.
     """
@@ -191,7 +191,10 @@ def with_storage(config: Config, storage: Storage | None) -> Config:
 
 
 def features_of(configs: Sequence[Config], *, pooled: bool) -> tuple[Feature, ...]:
-    """Return the features of the tables in order; a key of several tables is named `key@table`."""
+    """Return the features of the tables, in the order of `configs`.
+
+    A key that several tables read is named `key@table`. Only `pooled` features have a mean.
+    """
     keys = [key for config in configs for key in config.feature_names]
     features, column = [], 0
     for t, config in enumerate(configs):

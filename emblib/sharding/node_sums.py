@@ -364,7 +364,7 @@ def start_gradients_of_sums(
     """Start to send the gradients of sums to the ranks of the nodes that added them up.
 
     All ranks call this. Unless all `steps` are None, each waits for the ranks with the same local
-    number. The arguments are those of `start_sums`, with the gradients of `direct`.
+    number. The arguments are those of `start_sums`; `direct` are the gradients from single ranks.
 
     Returns:
         Per lookup, the gradients of `direct`, then those of the rows that were summed.

@@ -543,12 +543,14 @@ class ShardedEmbeddingCollection(StateOfTables):
         Raises:
             Exception: see `ShardedTables.input_request`.
         """
-        repeated = counts = None
+        repeated = use_counts = None
         if self.dedup and features is not None:
             batch = self._sequence_tables()[0].check_batch(KeyedJaggedTensor.adopt(features))
             features, repeated = _deduplicate(batch, self._features())
-            counts = {key: ids.counts for key, ids in repeated.items()}
-        requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
+            use_counts = {key: ids.counts for key, ids in repeated.items()}
+        requests = [
+            tables.input_request(features, use_counts) for tables in self._sequence_tables()
+        ]
         return CollectionRequests(requests, partial(_SequenceBatch, repeated=repeated))
 
     def _features(self) -> list[str]:

@@ -458,7 +458,7 @@ class ShardedTables(nn.Module):
         return any(self.storage_config(name).storage.counts_uses for name in self.plan)
 
     def input_request(
-        self, features: KeyedJaggedTensor | None, counts: Mapping[str, Tensor] | None = None
+        self, features: KeyedJaggedTensor | None, use_counts: Mapping[str, Tensor] | None = None
     ) -> InputRequest | Awaitable[IncomingBatch]:
         """Return the batch to send, or the batch to look up if nothing needs to be sent.
 
@@ -466,8 +466,8 @@ class ShardedTables(nn.Module):
 
         Args:
             features: the batch; None for a rank that has none.
-            counts: number of uses that each id stands for, int64 `[L]` by key of a feature; None
-                if each id stands for one use. Ignored if no table counts uses.
+            use_counts: number of uses that each id stands for, int64 `[L]` by key of a feature;
+                None if each id stands for one use. Ignored if no table counts uses.
 
         Raises:
             KeyError: the batch lacks a feature.
@@ -482,8 +482,8 @@ class ShardedTables(nn.Module):
         if features is None:
             return InputRequest(self._input_dist, None)
         inputs = self._to_local_batch(features)
-        if counts is not None and self.counts_uses:
-            inputs = inputs._replace(counts=torch.cat([counts[key] for key in self._keys]))
+        if use_counts is not None and self.counts_uses:
+            inputs = inputs._replace(use_counts=torch.cat([use_counts[key] for key in self._keys]))
         if self._is_local:
             return DeferredAwaitable(lambda: self._incoming_batch(inputs))
         return InputRequest(self._input_dist, inputs)
@@ -583,12 +583,19 @@ class ShardedTables(nn.Module):
     def _incoming_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
         order = [unit.feature for unit in self._local_layout.units]
-        ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts
+        ids, offsets, weights, use_counts = (
+            inputs.ids,
+            inputs.offsets,
+            inputs.weights,
+            inputs.use_counts,
+        )
         if order != sorted(order):
             ids, offsets, weights = select_features(inputs, order, self._input_dist.unit_features)
-            if counts is not None:
-                counts_as_ids = inputs._replace(ids=counts, weights=None)
-                counts = select_features(counts_as_ids, order, self._input_dist.unit_features)[0]
+            if use_counts is not None:
+                counts_as_ids = inputs._replace(ids=use_counts, weights=None)
+                use_counts = select_features(counts_as_ids, order, self._input_dist.unit_features)[
+                    0
+                ]
         return IncomingBatch(
             inputs=inputs,
             sent=None,
@@ -600,7 +607,7 @@ class ShardedTables(nn.Module):
             ids_per_segment=offsets,  # not used
             num_ids=[ids.numel()],
             num_replicated_ids=0,
-            counts=counts,
+            use_counts=use_counts,
         )
 
     def look_up_rows(self, received: IncomingBatch) -> Tensor:
@@ -622,19 +629,19 @@ class ShardedTables(nn.Module):
                 "this collection is weighted, so batches must have weights: make the "
                 "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
             )
-        counts = received.counts
+        use_counts = received.use_counts
         if len(received.bag_counts) == len(self._local_layout.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
             ids, offsets, weights = self._without_replicas(received)
-            counts = None if counts is None else counts[: ids.numel()]
+            use_counts = None if use_counts is None else use_counts[: ids.numel()]
         if not self._local_layout.units and weights is not None and weights.requires_grad:
             # The other ranks exchange gradients of weights in backward, so this rank must too.
             return weights[:0].view(0, 0)
         sizes = (
             received.bag_counts[: len(self._local_layout.units)] if received.is_by_unit else None
         )
-        return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
+        return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=use_counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
         """Prefetch the rows that `look_up_rows` will look up for this batch into caches."""
