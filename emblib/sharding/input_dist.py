@@ -21,7 +21,7 @@ from emblib.jagged.keyed_layout import block_offsets
 from emblib.ops import route
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.layout import BlockRouting, CollectionLayout, sum_in_nodes
-from emblib.sharding.layout_buffers import LayoutBuffers
+from emblib.sharding.layout_buffers import LayoutBuffers, int64_tensor
 from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
 
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share of bags remains
@@ -278,20 +278,12 @@ class InputDist(LayoutBuffers):
         self._dims = [feature.dim for feature in layout.features]
         self.has_whole_tables = all(num_blocks <= 1 for _, num_blocks, _, _ in routing.features)
         buffers = {
-            "unit_features": torch.tensor(self._unit_features, dtype=torch.int64, device="cpu"),
-            "features": torch.tensor(routing.features, dtype=torch.int64, device="cpu").view(
-                -1, len(RouteFeatureColumn)
-            ),
-            "blocks": torch.tensor(routing.blocks, dtype=torch.int64, device="cpu").view(
-                -1, len(RouteBlockColumn)
-            ),
-            "block_units": torch.tensor(routing.units, dtype=torch.int64, device="cpu"),
-            "unit_major_order": torch.tensor(
-                self._segment_order(1), dtype=torch.int64, device="cpu"
-            ),
-            "unit_major_order_without_lengths": torch.tensor(
-                self._segment_order(0), dtype=torch.int64, device="cpu"
-            ),
+            "unit_features": int64_tensor(self._unit_features),
+            "features": int64_tensor(routing.features, len(RouteFeatureColumn)),
+            "blocks": int64_tensor(routing.blocks, len(RouteBlockColumn)),
+            "block_units": int64_tensor(routing.units),
+            "unit_major_order": int64_tensor(self._segment_order(1)),
+            "unit_major_order_without_lengths": int64_tensor(self._segment_order(0)),
         }
         for name, tensor in buffers.items():
             self.register_layout(name, tensor, ranks.device)

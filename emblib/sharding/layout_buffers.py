@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from emblib.tables.parameters import version_of
+
+
+def int64_tensor(values: Sequence[Any], width: int | None = None) -> Tensor:
+    """Return numbers as int64 `[n]` on the CPU, or rows of `width` numbers as `[n, width]`."""
+    tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+    return tensor if width is None else tensor.view(-1, width)
 
 
 class LayoutBuffers(nn.Module):

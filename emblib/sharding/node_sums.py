@@ -23,6 +23,7 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaita
 from emblib.sharding.codecs import FP32, CommPrecision, ReceivedValues, SentValues, start_sending
 from emblib.sharding.headers import Content
 from emblib.sharding.layout import NodeSums, RankLayout
+from emblib.sharding.layout_buffers import int64_tensor
 from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
 
 
@@ -172,12 +173,8 @@ class NodeSumDist:
         device = self._ranks.device
         sum_widths = [unit.columns for unit in self._sums_of_node.units]
         return _Packing(
-            targets=torch.tensor(targets, dtype=torch.int64, device="cpu")
-            .view(-1, len(TargetColumn))
-            .to(device),
-            pieces=torch.tensor(pieces, dtype=torch.int64, device="cpu")
-            .view(-1, len(PieceColumn))
-            .to(device),
+            targets=int64_tensor(targets, len(TargetColumn)).to(device),
+            pieces=int64_tensor(pieces, len(PieceColumn)).to(device),
             local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
             numel=end,
             direct_numel=direct_numel,
@@ -277,15 +274,18 @@ class NodeSumStep:
         size, width = self.local_sizes[self.groups.local.rank], self._packing.row_size
         sums = received
         if size:
-            targets = torch.tensor(
-                [route.TargetRow(0, width, size // width, width, 0, num_ranks)], device="cpu"
+            target = route.TargetRow(
+                offset=0,
+                stride=width,
+                num_rows=size // width,
+                width=width,
+                first_piece=0,
+                end_piece=num_ranks,
             )
-            pieces = torch.tensor(
-                [route.PieceRow(r * size, width) for r in range(num_ranks)], device="cpu"
-            )
-            device = received.device
+            targets = int64_tensor([target]).to(received.device)
+            pieces = int64_tensor([route.PieceRow(r * size, width) for r in range(num_ranks)])
             sums = route.combine(
-                received, targets.to(device), pieces.to(device), None, size, torch.float32
+                received, targets, pieces.to(received.device), None, size, torch.float32
             )
         codec = self._comm_precision.forward
         return SentValues(

@@ -28,7 +28,7 @@ from emblib.sharding.codecs import (
 )
 from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
-from emblib.sharding.layout_buffers import LayoutBuffers
+from emblib.sharding.layout_buffers import LayoutBuffers, int64_tensor
 from emblib.sharding.node_sums import NodeSumDist, NodeSumStep
 from emblib.sharding.output_dist import OutputStep
 from emblib.sharding.ranks import RankGroup, can_sum_in_nodes
@@ -150,7 +150,7 @@ class PooledOutputDist(LayoutBuffers):
         widths = {"targets": len(TargetColumn), "pieces": len(PieceColumn)}
         for name, lists in (("constant", constant), ("by_bag", by_bag)):
             for (kind, width), rows in zip(widths.items(), lists, strict=True):
-                self.register_layout(f"{name}_{kind}", _rows_tensor(rows, width), ranks.device)
+                self.register_layout(f"{name}_{kind}", int64_tensor(rows, width), ranks.device)
 
     # For batches with B bags of every feature the descriptors are `constant + B * by_bag`.
     constant_targets: Tensor  # int64 `[spans, 7]`
@@ -353,8 +353,8 @@ class PooledOutputDist(LayoutBuffers):
             )
         device = self.constant_targets.device
         return _CopyDescriptors(
-            targets=_rows_tensor(targets, len(TargetColumn)).to(device),
-            pieces=_rows_tensor(pieces, len(PieceColumn)).to(device),
+            targets=int64_tensor(targets, len(TargetColumn)).to(device),
+            pieces=int64_tensor(pieces, len(PieceColumn)).to(device),
             row_numbers=row_numbers,
             received_sizes=received_sizes,
             replicated_numel=sum(
@@ -390,11 +390,6 @@ class PooledOutputDist(LayoutBuffers):
             starts[len(layouts), unit] = position, -1
             position += inputs.bag_counts[unit.feature] * unit.columns
         return starts, received_sizes
-
-
-def _rows_tensor(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Return rows of numbers as int64 `[n, width]` on the CPU."""
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, width)
 
 
 class _PooledRoute(NamedTuple):

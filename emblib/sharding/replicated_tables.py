@@ -20,7 +20,7 @@ from emblib.ops.joint_step import adding_to
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.sharding.input_dist import IncomingBatch, LocalBatch, ScaledGradient
 from emblib.sharding.layout import CollectionLayout
-from emblib.sharding.layout_buffers import LayoutBuffers
+from emblib.sharding.layout_buffers import LayoutBuffers, int64_tensor
 from emblib.sharding.ranks import RankGroup
 
 
@@ -51,8 +51,7 @@ class ReplicatedTables(LayoutBuffers):
         self.groups, self.is_synchronised, self._world_size = groups, is_synchronised, ranks.size
         self._units = layout.replicated.units
         self._features = [unit.feature for unit in self._units]
-        order = torch.tensor(self._features, dtype=torch.int64, device="cpu")
-        self.register_layout("order", order, ranks.device)
+        self.register_layout("order", int64_tensor(self._features), ranks.device)
         self.register_layout("grad_anchor", torch.zeros((), device="cpu"), ranks.device)
 
     order: Tensor  # int64 `[units]`, feature of each unit

@@ -41,7 +41,7 @@ from emblib.sharding.codecs import (
 )
 from emblib.sharding.input_dist import IncomingBatch, as_int64
 from emblib.sharding.layout import Config
-from emblib.sharding.layout_buffers import LayoutBuffers
+from emblib.sharding.layout_buffers import LayoutBuffers, int64_tensor
 from emblib.sharding.lookup import (
     CollectionRequests,
     CollectionSteps,
@@ -140,7 +140,7 @@ class SequenceTables(ShardedTables):
         width = vector_format.width
         self._slices_per_unit = [unit.columns // width for unit in self._local_layout.units]
         self._has_equal_widths = len({unit.columns for unit in all_units}) <= 1
-        unit_buffers = {
+        unit_buffers: dict[str, list[int]] = {
             "first": [unit.shard.columns[0] // width for unit in all_units],
             "count": [unit.columns // width for unit in all_units],
             "is_sharded": [
@@ -154,8 +154,7 @@ class SequenceTables(ShardedTables):
         # no slices, and else 1.
         self._slices = LayoutBuffers()
         for name, values in unit_buffers.items():
-            tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-            self._slices.register_layout(name, tensor, ranks.device)
+            self._slices.register_layout(name, int64_tensor(values), ranks.device)
 
     def compute(self, received: IncomingBatch) -> Rows:
         """Look up the vectors of this rank's units, and its batch in the replicated tables.

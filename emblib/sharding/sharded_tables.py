@@ -583,19 +583,14 @@ class ShardedTables(nn.Module):
     def _incoming_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
         order = [unit.feature for unit in self._local_layout.units]
-        ids, offsets, weights, use_counts = (
-            inputs.ids,
-            inputs.offsets,
-            inputs.weights,
-            inputs.use_counts,
-        )
+        ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
+        use_counts = inputs.use_counts
         if order != sorted(order):
-            ids, offsets, weights = select_features(inputs, order, self._input_dist.unit_features)
+            unit_features = self._input_dist.unit_features
+            ids, offsets, weights = select_features(inputs, order, unit_features)
             if use_counts is not None:
                 counts_as_ids = inputs._replace(ids=use_counts, weights=None)
-                use_counts = select_features(counts_as_ids, order, self._input_dist.unit_features)[
-                    0
-                ]
+                use_counts, _, _ = select_features(counts_as_ids, order, unit_features)
         return IncomingBatch(
             inputs=inputs,
             sent=None,
