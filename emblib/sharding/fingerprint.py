@@ -30,6 +30,7 @@ T = TypeVar("T")
 Description = Mapping[str, Mapping[str, Any]]
 """{what is described: {name: value}}, e.g. {"table item": {"num_embeddings": 1000}}."""
 
+# {what is described: {name: text}}; fields of values have dotted names.
 _Leaves = dict[str, dict[str, str]]
 _MAX_DIFFERENCES = 10
 _MAX_CHARACTERS = 200
@@ -115,17 +116,19 @@ def _differences(by_rank: Sequence[_Leaves], failed: Collection[int]) -> list[st
         if ranks_without:
             texts.append(f"{subject} is missing on {_ranks_text(ranks_without)}")
             continue
-        described = {
+        texts_of = {
             rank: leaves[subject] for rank, leaves in enumerate(by_rank) if subject in leaves
         }
         differing: list[str] = []
-        for name in dict.fromkeys(name for leaves in described.values() for name in leaves):
+        for name in dict.fromkeys(
+            name for named_texts in texts_of.values() for name in named_texts
+        ):
             if any(name.startswith(f"{parent}.") for parent in differing):
                 continue  # the value that contains it differs, which is reported
             values = {
-                rank: leaves.get(name, "missing")
-                for rank, leaves in described.items()
-                if name in leaves or rank not in failed
+                rank: named_texts.get(name, "missing")
+                for rank, named_texts in texts_of.items()
+                if name in named_texts or rank not in failed
             }
             if len(set(values.values())) > 1:
                 differing.append(name)

@@ -69,7 +69,8 @@ class DistributedModelParallel(nn.Module):
         gradients: whether table gradients are the mean over ranks, like gradients of the dense
             part, or the sum.
         init_parameters: whether dense modules on the meta device are allocated and initialized. If
-            not, they stay there: pass `wrap="none"`, allocate them, and then call `wrap_dense`.
+            not, they stay there: pass `wrap="none"`, allocate them, and then call `wrap_dense`. It
+            has no effect on modules on other devices.
 
     Raises:
         TypeError: see `shard`.
@@ -123,7 +124,7 @@ class DistributedModelParallel(nn.Module):
                     plan=None if plan is None else "given",
                     wrap=parsed or wrap or "none",
                 ),
-                **_dense_description(module),
+                **_describe_dense(module),
             },
         )
         if plan is None:
@@ -292,8 +293,8 @@ class DistributedModelParallel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
 
-def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Describe the parameters and buffers outside of collections, which rank 0 sends to all."""
+def _describe_dense(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Describe the parameters and buffers outside of collections, for the comparison of ranks."""
     tables = {
         id(tensor)
         for collection in collections_of(module).values()
@@ -361,7 +362,7 @@ def names_of_tables(module: nn.Module) -> set[str]:
 
 
 def _names_of_dense_tables(module: nn.Module) -> set[str]:
-    """Return the names of replicated tables without a fused optimizer, trained as dense."""
+    """Return the names of parameters of replicated tables that are trained like the dense part."""
     dense_parameters = {
         parameter
         for part in module.modules()

@@ -281,8 +281,8 @@ def format_ranks(ranks: Sequence[int], max_ranges: int | None = None) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    described = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:max_ranges]]
-    return ", ".join([*described, "..."] if len(described) < len(runs) else described)
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:max_ranges]]
+    return ", ".join([*texts, "..."] if len(texts) < len(runs) else texts)
 
 
 def _format_storage(storage: Storage) -> str:
@@ -328,12 +328,12 @@ def _to_json_value(value: Any) -> Any:
     return value
 
 
-def _sharding_from_json(described: Mapping[str, Any]) -> ParameterSharding:
+def _sharding_from_json(values: Mapping[str, Any]) -> ParameterSharding:
     """Return the sharding of the JSON values that `_sharding_to_json` returned."""
     storage: Any = None
-    if described["kind"] is not None:
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in described["kind"].items()}
-        storage = _plan_storages()[str(values.pop("name"))].from_plan(values)
-    boxes = [map(operator.index, box) for box in described["boxes"]]
+    if values["kind"] is not None:
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in values["kind"].items()}
+        storage = _plan_storages()[str(options.pop("name"))].from_plan(options)
+    boxes = [map(operator.index, box) for box in values["boxes"]]
     shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in boxes)
-    return ParameterSharding(ShardingType(described["type"]), shards, storage)
+    return ParameterSharding(ShardingType(values["type"]), shards, storage)
