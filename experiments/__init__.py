@@ -45,9 +45,14 @@ __all__ = ["load"]
 
 
 def load(*run_directories: str | Path) -> pd.DataFrame:
-    """Return the results of runs as one table: a row per cell, contender, mode and phase.
+    """Return the results of runs as one table: one row per cell, arm, mode and phase.
 
-    The columns are those of results.csv, and `run`, the name of the directory.
+    The columns are those of results.csv (`results.metrics.frame`), and `run`, the name of the run's
+    directory.
+
+    Raises:
+        ValueError: no run is given.
+        UsageError: a run is damaged.
     """
     import pandas as pd
 

@@ -75,7 +75,7 @@ def groups_in_brief() -> str:
 
 
 def questions_in_brief() -> str:
-    """Return a line per experiment: its name and the beginning of its question."""
+    """Return one line per experiment: its name and the beginning of its question."""
     from experiments import configure
 
     names = configure.groups()["experiment"]
@@ -88,10 +88,11 @@ def questions_in_brief() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, without the program's name, and return the exit status.
+    """Run the words of a command line, without the program's name; return the exit status.
 
-    The options of a command are parsed by argparse, which raises SystemExit: 0 after --help, 2 for
-    a usage error. Internal errors are raised as they are.
+    Sets OMP_WAIT_POLICY for this process and its children. The options of a command are parsed by
+    argparse, which raises SystemExit: 0 after --help, 2 for a usage error. Internal errors are
+    raised as they are.
     """
     # On a busy machine, a thread that waits by spinning occupies the core of the thread it waits
     # for: with two busy cores every contender takes 10 to 50 times as long. OpenMP reads the
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_command(name: str, arguments: Sequence[str]) -> int:
+    """Run a command of COMMANDS; raise UsageError for its errors of files, but not of sockets."""
     command_module = importlib.import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"run.py {name}", description=command_module.__doc__)
     command_module.add_arguments(parser)
@@ -145,7 +147,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 def _run_experiment(arguments: Sequence[str]) -> int:
     """Check the words of an experiment and run it; return the exit status.
 
-    Flags: --help and --cfg job print instead; --multirun hands all arguments to Hydra.
+    With the flags --help and --cfg job, print instead. With --multirun, `launch` gets the words.
     """
     from experiments import configure
 

@@ -62,13 +62,16 @@ def register() -> None:
 
 
 def groups() -> dict[str, list[str]]:
-    """Return {config group: names of its options}, read from conf/."""
+    """Return {config group: sorted names of its options}, read from the files of conf/."""
     folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NON_GROUP_FOLDERS)
     return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
 
 
 def question(experiment: str) -> str:
-    """Return the `# Question:` comment of an experiment's YAML as one line; "" without one."""
+    """Return the `# Question:` comment of an experiment's YAML as one line; "" without one.
+
+    The experiment must exist.
+    """
     lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     question_lines = []
     for line in lines:
@@ -82,7 +85,7 @@ def question(experiment: str) -> str:
 
 
 def load(arguments: Sequence[str]) -> Config:
-    """Return the checked configuration of the words of a command line.
+    """Return the checked configuration of the words of a command line, with complete options.
 
     Raises:
         UsageError: a word, or a value of the configuration, is wrong.
@@ -190,7 +193,11 @@ def _clear_headline(config: Config) -> None:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's parser; raise UsageError in place of its errors."""
+    """Return the overrides that Hydra's parser makes of words.
+
+    Raises:
+        UsageError: the parser refuses a word; the message suggests what was meant.
+    """
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -215,10 +222,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def check_keys(overrides: Sequence[str]) -> None:
-    """Raise UsageError for an override of an unknown key, group or choice.
+    """Raise UsageError for overrides that Hydra would misunderstand or ignore.
 
-    Hydra would accept any +key. Also refused are words that Hydra cannot parse, the removal of a
-    key, `+` before a known key, empty groups, which Hydra ignores, and lists without brackets.
+    These are unknown keys (Hydra would accept any +key), unknown options of config groups, words
+    that Hydra cannot parse, the removal of a key, `+` before a known key, empty groups of keys
+    (Hydra ignores them), and lists without brackets.
     """
     choices = groups()
     cases = _case_names(overrides)
@@ -228,7 +236,7 @@ def check_keys(overrides: Sequence[str]) -> None:
         if override.type is not None and override.is_delete():
             raise UsageError(f"'{text}': keys cannot be removed; give the key a value instead")
         key = override.key_or_group
-        if key in choices:
+        if key in choices:  # a config group, e.g. timing=quick
             _check_choice(key, override, choices[key])
         elif key not in type_of_key and not OPTION_OF_KIND.match(key):
             raise UsageError(_unknown_key(key, override, set(type_of_key), choices))
@@ -434,7 +442,7 @@ def _unknown_name(
 
 
 def complete_options(config: Config) -> None:
-    """Complete the options of the run, and of cases with a kind, by the defaults of their kinds.
+    """Complete, in place, the options of the run and of cases with a kind by their defaults.
 
     Raises:
         UsageError: the kind is unknown, or does not have or permit the options.

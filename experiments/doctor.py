@@ -1,8 +1,8 @@
 """Check this machine: what is installed, what works, and what would improve measurements.
 
-A check of CHECKS is a function that yields results. The exit status is 1 if a result is broken:
-something that the harness needs does not work, or a check raised an error. Checks import packages
-inside, so that a missing package becomes a result.
+A check is a function of CHECKS that yields results. The exit status is 1 if a result is broken,
+which means that something that the harness needs does not work, or that a check raised an error.
+Checks import packages inside of functions, so that a missing package becomes a result.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class State(StrEnum):
-    """The severity of a result: ok needs nothing, note could be better, broken does not work."""
+    """The severity of a result: "ok", "note" (could be better) or "broken" (does not work)."""
 
     ok = "ok"
     note = "note"
@@ -130,7 +130,7 @@ Check = Callable[[], Iterable[CheckResult]]
 
 
 def run_check(section: str, check: Check) -> list[CheckResult]:
-    """Return the results of a check; an error of the check becomes its only result."""
+    """Return the results of a check; if it raises, its only result is that error, as broken."""
     try:
         return [replace(r, section=r.section or section) for r in check()]
     except Exception as error:
@@ -208,7 +208,7 @@ def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult
 
 
 def _compare_with_torch(device: torch.device) -> CheckResult:
-    """Compare a small lookup with plain PyTorch."""
+    """Return the result of comparing a small lookup on a device with plain PyTorch."""
     import torch
 
     import emblib
@@ -235,6 +235,8 @@ def processor(
 ) -> Iterator[CheckResult]:
     """Check the CPU, its clocks, and the load of other processes.
 
+    A fact that the system does not state has the result "not shown".
+
     Args:
         cpu: CPU to check; None for this machine's.
         sleep: function that waits while the load of other processes is measured.
@@ -244,27 +246,25 @@ def processor(
 
     cpu = cpu or Cpu()
     flags, details = cpu_flags(cpu, len(usable_cores()), sleep)
-    cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.read_number(f"{CORES}/smt/active")
-    others, quota, throttled = (
-        details.get("cores_of_others"),
-        cpu.quota_cores(),
-        cpu.num_throttled(),
-    )
-    throttles = None if throttled is None else f"{throttled} since the system started"
+    cache_bytes, mhz, quota = cpu.last_level_cache(), mean_mhz(), cpu.quota_cores()
+    smt, num_throttled = cpu.read_number(f"{CORES}/smt/active"), cpu.num_throttled()
+    cores_of_others = details.get("cores_of_others")
     on_off = {True: "on", False: "off", None: None}
-    values = {  # None is not shown by the system
+    values = {  # None for what the system does not state
         "model": cpu.cpuinfo("model name") or None,
         "usable cores": str(details["cores"]),
         "hyper-threads": on_off[None if smt is None else smt == 1],
-        "last-level cache": _mib(cache) if cache else None,
+        "last-level cache": _mib(cache_bytes) if cache_bytes else None,
         "frequency": f"{mhz:.0f} MHz" if mhz else None,
         "governor": cpu.governor(),
         "boost": on_off[cpu.has_boost()],
         "load": f"{details['load']:.2f} in the last minute",
-        "other processes": None if others is None else f"{others:.2f} cores",
+        "other processes": None if cores_of_others is None else f"{cores_of_others:.2f} cores",
         "quota": "none" if quota is None else f"{quota:g} cores' worth of time",
         "virtual machine": "yes" if cpu.is_virtual() else "no",
-        "throttle counter": throttles,
+        "throttle counter": None
+        if num_throttled is None
+        else f"{num_throttled} since the system started",
     }
     label_of = {"busy": "other processes", "virtual": "virtual machine"}
     flag_of = {label_of.get(flag, flag): flag for flag in flags}
@@ -356,7 +356,7 @@ def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
 
 
 def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
-    """Check permissions and free disk space."""
+    """Check permissions, and the free disk space of `folder`."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         yield CheckResult("administrator", "yes")
     else:
@@ -382,8 +382,9 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
 def tools(*, driver: bool | None = None) -> Iterator[CheckResult]:
     """Check external programs, which are all optional.
 
-    `driver` says whether an NVIDIA driver is loaded, without which programs for GPUs are not
-    missed; None looks for one.
+    Args:
+        driver: True if an NVIDIA driver is loaded: only then are missing programs for GPUs noted.
+            None looks for one.
     """
     driver = DRIVER.exists() if driver is None else driver
     for name, use in TOOLS.items():

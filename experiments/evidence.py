@@ -58,13 +58,13 @@ SAMPLE_SECONDS = 5.0  # period of samples of the load during a part
 
 @dataclass(frozen=True)
 class Part:
-    """A command of the plan: an experiment, or a program of tests.bench, with its settings.
+    """One measurement of the plan: an experiment, or a program of tests.bench, with its settings.
 
     Attributes:
         name: name of the experiment, or of the folder and the file of a program's results.
         settings: words of the command line.
         program: words after `python -m`; "" for an experiment.
-        smoke: further words for a program in a smoke run, at a size that means nothing.
+        smoke: further words for a program in a smoke run, at sizes that mean nothing.
     """
 
     name: str
@@ -73,10 +73,12 @@ class Part:
     smoke: Sequence[str] = ()
 
     def command(self, *, smoke: bool, out: Path) -> list[str]:
-        """Return the command that measures the part.
+        """Return the words of the command that measures the part.
 
-        A program writes to the folder `out`. An experiment ignores `out`, and writes a run where
-        its configuration says.
+        Args:
+            smoke: True for sizes that mean nothing.
+            out: folder to which a program writes. An experiment ignores it, and writes its run
+                below report.folder.
         """
         if self.program:
             words = [*self.settings, *(self.smoke if smoke else ())]
@@ -157,25 +159,26 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
 
 
 def program_folder(device: torch.device) -> Path:
-    """Return the folder in which results of programs on a device are stored."""
+    """Return the folder of reports/reference for results of programs on a device."""
     from experiments.machine import environment  # as in `measure`
 
     return REFERENCE / device_folder(environment.device_name(device))
 
 
 def device_folder(device: str) -> str:
-    """Return the name of a device's folder in reports/reference."""
+    """Return the name of the folder in reports/reference of a device, given by its full name."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Run a command; return its exit status, and the load of the machine, the content of STATE.
+    """Run a command in the root of the repository; watch the machine meanwhile.
 
-    Keys: `load_before` and `load_during` ([min, median, max]), load averages; `others_before` and
-    `others_during`, the cores that other programs used; `stolen`, the share of the time that other
-    virtual machines took; `seconds`, the duration. Children of the command do not count as other
-    programs. Where the system counts nothing, `others_before` is None, and `others_during` and
-    `stolen` are 0.
+    Returns:
+        The exit status, and the content of STATE: `load_before` (load average) and `load_during`
+        ([min, median, max] of load averages); `others_before` and `others_during`, the cores that
+        other programs used; `stolen`, the share of the time that other virtual machines took;
+        `seconds`, the duration. Children of the command do not count as other programs. If the
+        system counts nothing, `others_before` is None, and `others_during` and `stolen` are 0.
     """
     time_before = CpuTime()
     time.sleep(LOOK_SECONDS)
@@ -205,11 +208,11 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _adopt_orphans() -> Iterator[None]:
-    """Become the parent of orphaned descendants, on Linux; at the end wait for them.
+    """Return a context in which this process becomes the parent of orphaned descendants (Linux).
 
-    The wait is ORPHAN_SECONDS at most. An experiment measures in children of a fork server, which
-    outlives the experiment. Unless this process adopts them, their processor time looks like that
-    of other programs.
+    At its end this process waits for them, up to ORPHAN_SECONDS. An experiment measures in children
+    of a fork server, which outlives the experiment. Unless this process adopts them, their
+    processor time looks like that of other programs.
     """
     if sys.platform != "linux":
         yield
@@ -275,7 +278,7 @@ class StoredEvidence:
 
     @classmethod
     def read(cls, folder: Path) -> StoredEvidence:
-        """Read the folder of a run; or that of a program of tests.bench, with its <name>.json."""
+        """Read the folder of a run, or the folder <name> of a program, with its <name>.json."""
         facts, contenders = _environment_and_contenders(folder)
         areas = {
             area

@@ -47,9 +47,9 @@ Key = tuple[str, str, str, str, int]  # phase, variant, optimizer, shape, thread
 
 
 def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
-    """Return FBGEMM's time ÷ emblib's per measured point, paired by round.
+    """Return FBGEMM's time ÷ emblib's of each measured point of the `cpu_peers` reference.
 
-    A `Summary` has the median of the rounds' ratios and its 95 % interval.
+    Ratios are paired by round: a `Summary` has their median and its 95 % interval.
     """
     measured = {}
     for row in _reference_rows(folder, "cpu_peers"):
@@ -228,7 +228,7 @@ def _speed_cell(shapes: Sequence[float]) -> str:
 
 
 def front_page(readme: str, folder: Path = REFERENCE) -> str:
-    """Return the text of README.md with its table of speed and the table's sources replaced.
+    """Return the text of README.md, `readme`, with its table of speed and its sources replaced.
 
     Raises:
         ValueError: `readme` lacks the markers SPEED, or the stored matrix of a GPU is not whole.
@@ -266,7 +266,7 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
 
 
 def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / DEVICE) -> str:
-    """State the shapes, the fewest processes of a row, the commit, and the machine's load."""
+    """Return a text about the matrix: shapes, fewest processes of a row, commit, and load."""
     matrix = StoredEvidence.read(folder / "cpu_matrix")
     shapes = len({row["shape"] for row in rows})
     processes = min(len(row["ratios"]) for row in rows)
@@ -277,7 +277,7 @@ def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / 
 
 
 def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
-    """Return the text of docs/benchmarks.md with its two tables of this module replaced.
+    """Return the text of docs/benchmarks.md, `page`, with the two tables of this module replaced.
 
     Raises:
         ValueError: `page` lacks the markers PEERS or MATRIX.

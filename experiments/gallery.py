@@ -23,7 +23,7 @@ TITLE = f"<title>{NAME} · emblib</title>"
 
 
 def reports(folder: Path) -> pd.DataFrame:
-    """Return a row per run below `folder` with a report, by experiment, the latest first.
+    """Return one row per run with a report below `folder`, by experiment, the latest first.
 
     Columns: directory (a Path), and texts: experiment, status, device and measured (ISO 8601), each
     "None" if the run did not record it; answer, the bold sentence of report.md, or ""; emblib, the
@@ -63,7 +63,13 @@ def _report(directory: Path) -> dict[str, Any]:
 
 
 def page_paths(runs: pd.DataFrame) -> list[str]:
-    """Return the path of each report's page in the gallery; raise ValueError for an unsafe name."""
+    """Return the path of each report's page in the gallery, <experiment>/<run>/index.html.
+
+    `runs` is the result of `reports`.
+
+    Raises:
+        ValueError: the name of an experiment is not that of a folder.
+    """
     folders: list[str] = []
     for experiment, directory in zip(runs["experiment"], runs["directory"], strict=True):
         try:
@@ -120,7 +126,7 @@ def _is_gallery(folder: Path) -> bool:
 
 
 def markdown(runs: pd.DataFrame) -> str:
-    """Return the answers as Markdown, for the summary of a job of CI."""
+    """Return the answers of `reports` as Markdown, for the summary of a job of CI."""
     lines = [
         f"- **{row.experiment}**{f' ({row.status})' * (row.status != 'finished')}: {row.answer}"
         for row in runs.itertuples()

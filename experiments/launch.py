@@ -48,11 +48,11 @@ class TooFewProcessors(ValueError):
 
 @dataclass(frozen=True)
 class Slot:
-    """A processor that a job can have: a GPU, or the CPU.
+    """A processor that a job can lock: a GPU, or the CPU.
 
     Attributes:
         name: name of its lock, the same for all processes on this machine.
-        visible: entry in CUDA_VISIBLE_DEVICES.
+        visible: entry of the GPU in CUDA_VISIBLE_DEVICES; "" for the CPU.
     """
 
     name: str
@@ -114,7 +114,8 @@ def lock_slots(
 ) -> Iterator[list[Slot]]:
     """Wait until `count` of the slots are free at once, lock them, and yield them.
 
-    A job that locked one of two GPUs and waited for the other could wait forever.
+    Unlocks them at the end of the context. All are locked at once, because two jobs that have each
+    locked one of two GPUs, and wait for the other, would wait forever.
 
     Args:
         slots: slots to choose from.
@@ -201,7 +202,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def worst(statuses: Sequence[int]) -> int:
-    """Return the most severe exit status."""
+    """Return the most severe of exit statuses, by WORST_FIRST."""
     statuses_in_order = [s if s in WORST_FIRST else 1 for s in statuses]
     return min(statuses_in_order, key=WORST_FIRST.index)
 
@@ -408,18 +409,19 @@ def _prepare_job_process() -> None:
 
 
 def read_end(folder: Path, number: int) -> dict[str, Any]:
-    """Return the end of a job: `status`, `seconds`, and `said`, the last line of its log.
+    """Return the end of a job: `status`, `seconds`, and `last_line`, the last line of its log.
 
-    Without a record of its end, the status is 1, and `said` states what is known.
+    `waited_s` is there only if the job has ended. Otherwise the status is 1, and `last_line` states
+    what is known.
     """
     file = folder / JOBS / f"{number}.json"
     end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if end.get("status") is None:
         last_line = "began and never ended: killed?" if end else "never began"
-        return {"status": 1, "seconds": 0.0, "said": last_line}
+        return {"status": 1, "seconds": 0.0, "last_line": last_line}
     log = file.with_suffix(".log")
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return {"said": next((line for line in reversed(lines) if line.strip()), ""), **end}
+    return {"last_line": next((line for line in reversed(lines) if line.strip()), ""), **end}
 
 
 class Watcher(threading.Thread):
@@ -457,4 +459,4 @@ class Watcher(threading.Thread):
     def _print(self, number: int, end: dict[str, Any]) -> None:
         words = shlex.join(self.unreported.pop(number))
         line = f"#{number} status {end['status']}, {end['seconds']:.0f} s: run.py {words}"
-        print(f"{line}\n   {end['said']}" if end["said"] else line, flush=True)
+        print(f"{line}\n   {end['last_line']}" if end["last_line"] else line, flush=True)

@@ -69,10 +69,10 @@ def experiments() -> Listing:
 
 
 def cells_and_time(config: Config) -> tuple[str, str]:
-    """Return the number of cells of an experiment, and the limit of its time, as texts.
+    """Return the number of cells of an experiment, and the longest time that it takes, as texts.
 
-    Both are UNKNOWN for a kind with a runner of its own. Cells that train have no limit and are not
-    part of the time, which is UNKNOWN if all cells train.
+    Both are UNKNOWN for a kind with a runner of its own. Cells that train have no limit of time and
+    do not count; if all cells train, the time is UNKNOWN.
     """
     if kinds.find(config.kind).runner:
         return UNKNOWN, UNKNOWN
@@ -121,7 +121,7 @@ def group_options(title: str, group: str, example: str) -> Listing:
 
 
 def opening_comment(file: Path) -> str:
-    """Return the opening comment of a YAML file."""
+    """Return the comment at the beginning of a YAML file as one line; "" without one."""
     lines: list[str] = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
@@ -149,7 +149,7 @@ def hardware() -> Listing:
 
 
 def references(folder: Path = REFERENCE) -> Listing:
-    """Return the committed runs in `folder`."""
+    """Return the committed runs in `folder`, <device>/<experiment>."""
     section = Listing(
         "Committed results",
         ("device", "experiment", "torch", "emblib", "measured"),

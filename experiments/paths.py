@@ -12,7 +12,10 @@ REFERENCE = ROOT / "reports" / "reference"
 
 
 def library_folders() -> list[Path]:
-    """Return the folders of emblib, [] without it; an editable install may have several."""
+    """Return the folders of the installed emblib; [] if there is none.
+
+    An editable install may have several.
+    """
     spec = find_spec("emblib")
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 

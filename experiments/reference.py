@@ -113,7 +113,11 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
 
 
 def results_block(folder: Path = REFERENCE) -> str:
-    """Return the results of all references for docs/benchmarks.md: tables or answers."""
+    """Return the Markdown of all references for docs/benchmarks.md: a table or answer of each.
+
+    Raises:
+        UsageError: a reference is damaged.
+    """
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
         measured = Run.read(path)
@@ -150,12 +154,20 @@ def _link(path: Path) -> str:
 
 
 def with_results(page: str, folder: Path = REFERENCE) -> str:
-    """Return the text of docs/benchmarks.md with the block of all references replaced."""
+    """Return the text of docs/benchmarks.md, `page`, with the block of all references replaced.
+
+    Raises:
+        ValueError: `page` lacks the markers RESULTS.
+    """
     return front_page.replace_block(page, RESULTS, results_block(folder))
 
 
 def with_questions(page: str) -> str:
-    """Return the text of reports/README.md with its table of experiments up to date."""
+    """Return the text of reports/README.md, `page`, with its table of experiments up to date.
+
+    Raises:
+        ValueError: `page` lacks the markers QUESTIONS.
+    """
     lines = ["| question | experiment |", "| --- | --- |"]
     lines += [
         f"| {text.capitalise(configure.question(name))} | `python run.py +experiment={name}` |"

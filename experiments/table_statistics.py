@@ -20,7 +20,8 @@ from experiments.report.charts import Curve, Scale, curves, percent_scale
 from experiments.report.style import COLOURS, Figure, Panel, draw_files, theme
 
 MAX_TABLES = 8  # tables that are drawn
-_AGE_PREFIX = "age_"
+_AGE_PREFIX = "age_"  # beginning of the names of columns that count evicted keys by age
+_NAME_COLUMNS = ["labels", "module", "table"]  # columns of texts; the others have numbers
 _NEEDED_COLUMNS = {
     "time_s",
     "step",
@@ -43,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the figure, print the path of its PNG file, return 0; raise what `read` raises."""
+    """Draw the figure, print the path of its PNG file, and return 0.
+
+    Raises:
+        UsageError: `read` raised it.
+    """
     snapshots, left_out = read(arguments.series)
     if left_out:
         print(f"the {MAX_TABLES} tables of most lookups are drawn, left out are {left_out}")
@@ -58,44 +63,52 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """Read series; return the snapshots of each table by time, and the names of tables left out.
 
     At most MAX_TABLES tables are returned, sorted by name: those with the largest number of lookups
-    in a snapshot. A name is that of the table. If tables of one name differ in labels or module,
-    all names begin with these. A column of numbers is nan where the file has no number.
+    in a snapshot. Names are those of `_table_names`. A column of numbers is nan where the file has
+    no number.
 
     Raises:
         UsageError: a file cannot be read or is no series, or no file has a snapshot.
     """
-    frames = []
-    for path in paths:
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                columns, *lines = [*csv.reader(file)] or [[]]
-        except (OSError, ValueError, csv.Error) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-        if missing := sorted(_NEEDED_COLUMNS - set(columns)):
-            raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
-        # Lines that a process left unfinished lack fields, unless it ended within the last one.
-        whole_lines = [line for line in lines if len(line) == len(columns)]
-        frames.append(pd.DataFrame(whole_lines, columns=columns))
-    rows = pd.concat(frames, ignore_index=True)
+    rows = pd.concat([_read_series(path) for path in paths], ignore_index=True)
     if rows.empty:
         raise UsageError("the series have no snapshots; call emblib.telemetry.append_csv first")
-    names = ["labels", "module", "table"]
-    numbers = [c for c in rows.columns if c not in names]
+    numbers = [column for column in rows.columns if column not in _NAME_COLUMNS]
     rows[numbers] = rows[numbers].apply(pd.to_numeric, errors="coerce")
-    # Use the shortest name that tells the tables apart.
-    name_columns = [
-        "table",
-        *(n for n in names[:2] if rows.groupby("table")[n].nunique().max() > 1),
-    ]
-    rows["name"] = rows[name_columns].agg(
+    rows["name"] = _table_names(rows)
+    rows_by_name = {
+        str(name): group.sort_values("time_s", kind="stable")
+        for name, group in rows.groupby("name")
+    }
+    busiest = sorted(rows_by_name, key=lambda name: (-rows_by_name[name]["lookups"].max(), name))
+    drawn_names, left_out = sorted(busiest[:MAX_TABLES]), sorted(busiest[MAX_TABLES:])
+    return {name: rows_by_name[name] for name in drawn_names}, left_out
+
+
+def _read_series(path: Path) -> pd.DataFrame:
+    """Return the whole lines of a series as texts; raise UsageError if the file is no series."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            columns, *lines = [*csv.reader(file)] or [[]]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if missing := sorted(_NEEDED_COLUMNS - set(columns)):
+        raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
+    # A line that a process left unfinished lacks fields, unless the process ended in the last one.
+    whole_lines = [line for line in lines if len(line) == len(columns)]
+    return pd.DataFrame(whole_lines, columns=columns)
+
+
+def _table_names(rows: pd.DataFrame) -> pd.Series:
+    """Return the name of the table of each snapshot.
+
+    That is the name in the file. If tables of one name differ in labels or module, all names have
+    these too: "<table> <labels> <module>".
+    """
+    label_columns, table = _NAME_COLUMNS[:2], "table"
+    telling_columns = [c for c in label_columns if rows.groupby(table)[c].nunique().max() > 1]
+    return rows[[table, *telling_columns]].agg(
         lambda row: " ".join(word for word in row if word), axis=1
     )
-    grouped = {
-        str(name): part.sort_values("time_s", kind="stable") for name, part in rows.groupby("name")
-    }
-    busiest = sorted(grouped, key=lambda name: (-grouped[name]["lookups"].max(), name))
-    drawn_names, left_out = sorted(busiest[:MAX_TABLES]), sorted(busiest[MAX_TABLES:])
-    return {name: grouped[name] for name in drawn_names}, left_out
 
 
 def figure(snapshots: dict[str, pd.DataFrame]) -> Figure:
@@ -125,16 +138,16 @@ def figure(snapshots: dict[str, pd.DataFrame]) -> Figure:
 
 
 def _styles(snapshots: dict[str, pd.DataFrame]) -> dict[str, tuple[str, str]]:
-    """Return colour and marker of each table."""
+    """Return the colour and the marker of each table, in the order of the tables."""
     styles = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False)
     return {name: (COLOURS[c], m) for name, (c, m) in zip(snapshots, styles, strict=False)}
 
 
 def _increments(rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """Return the increase of counts from the previous snapshot of a table; NaN for the first.
+    """Return the increase of the counts in `columns` since the previous snapshot of a table.
 
-    If a count fell, counting has restarted, as by `clear` or in a new process. The increase is then
-    the count itself.
+    The first snapshot has nan. If a count fell, counting has restarted, as by `clear` or in a new
+    process: the increase is then the count itself.
     """
     counts = rows[["step", "lookups", "hits", "inserted", *columns]]
     has_restarted = (counts.diff() < 0).any(axis=1)
@@ -192,7 +205,7 @@ def _ages(snapshots: dict[str, pd.DataFrame]) -> list[Curve]:
 
 
 def _line(name: str, colour: str, marker: str, x: object, y: object) -> Curve:
-    """Return the curve of a table without points of NaN, interrupted where x begins again."""
+    """Return the curve of a table without points whose y is nan, interrupted where x falls."""
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if not math.isnan(b)]  # type: ignore[call-overload]
     size = 4.0 if len(points) < 60 else 0.0
     xs, ys = list[float](), list[float]()

@@ -1,8 +1,10 @@
-"""Make the links of a README absolute: PyPI shows it without the repository around it.
+"""Make the links of a README absolute, because PyPI shows it without the repository around it.
 
-python scripts/pypi_readme.py FOLDER    rewrites FOLDER/README.md, a copy that packages are built of
+    python scripts/pypi_readme.py FOLDER
 
-Files become links into the repository, images links to their bytes, both at the tag of the version.
+rewrites FOLDER/README.md in place. FOLDER is a copy of the source tree, of which packages are
+built. Links to files become links into the repository, images links to their bytes, both at the tag
+of the version.
 """
 
 from __future__ import annotations
@@ -12,28 +14,32 @@ import sys
 import tomllib
 from pathlib import Path
 
+# An optional "!" (of an image), [text], which may have an image in it, and (target) of a file.
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
-def absolute(text: str, repository: str, tag: str) -> str:
-    """Return Markdown whose relative links lead to the repository at a tag."""
+def make_links_absolute(text: str, repository: str, tag: str) -> str:
+    """Return Markdown whose relative links lead to the repository at a tag.
+
+    `repository` is its address on GitHub. Links to headings and to other sites stay as they are.
+    """
     raw = repository.replace("https://github.com/", "https://raw.githubusercontent.com/")
 
-    def target(link: re.Match[str]) -> str:
-        words = _LINK.sub(target, link[2])  # an image may be the text of a link
+    def replace_link(link: re.Match[str]) -> str:
+        link_text = _LINK.sub(replace_link, link[2])  # an image may be the text of a link
         base = f"{raw}/{tag}" if link[1] else f"{repository}/blob/{tag}"
-        return f"{link[1]}[{words}]({base}/{link[3]})"
+        return f"{link[1]}[{link_text}]({base}/{link[3]})"
 
-    return _LINK.sub(target, text)
+    return _LINK.sub(replace_link, text)
 
 
 def main(folder: Path) -> None:
-    """Rewrite the README of a source tree."""
+    """Rewrite the README of a source tree in place."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    stated = re.search(r'^__version__ = "(.*)"', (folder / "emblib/__init__.py").read_text(), re.M)
-    assert stated
-    readme, tag = folder / "README.md", f"v{stated[1].partition('+')[0]}"
-    readme.write_text(absolute(readme.read_text(), project["urls"]["Repository"], tag))
+    version = re.search(r'^__version__ = "(.*)"', (folder / "emblib/__init__.py").read_text(), re.M)
+    assert version
+    readme, tag = folder / "README.md", f"v{version[1].partition('+')[0]}"
+    readme.write_text(make_links_absolute(readme.read_text(), project["urls"]["Repository"], tag))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def version() -> str:
-    """Return the version that the source states."""
-    stated = re.search(r'^__version__ = "(.+)"$', (ROOT / "emblib/__init__.py").read_text(), re.M)
-    assert stated
-    return stated[1]
+    """Return the version that `emblib/__init__.py` states."""
+    match = re.search(r'^__version__ = "(.+)"$', (ROOT / "emblib/__init__.py").read_text(), re.M)
+    assert match
+    return match[1]
 
 
 def notes(tag: str, changelog: str, files: list[str]) -> str:
-    """Return the notes; raise ValueError where tag, source, changelog and files disagree."""
+    """Return the notes of a release as Markdown.
+
+    Args:
+        tag: tag of the release, "v" and the version.
+        changelog: text of CHANGELOG.md.
+        files: names of the files of the release.
+
+    Raises:
+        ValueError: tag, source, changelog and files do not state the same version.
+    """
     number = version()
     if tag != f"v{number}":
         raise ValueError(f"the tag is {tag}, but emblib/__init__.py says {number}: tag v{number}")
@@ -39,7 +48,10 @@ def notes(tag: str, changelog: str, files: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the notes of the tag in the arguments; return the exit status."""
+    """Print the notes of the tag in the arguments, [tag, folder]; return the exit status.
+
+    The folder, which may be left out, has the files of the release.
+    """
     files = sorted(path.name for path in Path(arguments[1]).iterdir()) if arguments[1:] else []
     try:
         print(notes(arguments[0], (ROOT / "CHANGELOG.md").read_text(), files), end="")

@@ -1,4 +1,7 @@
-"""Docstrings of the documentation site: examples and tables as code, methods as methods."""
+"""An extension of griffe, which makes docstrings fit the documentation site.
+
+Examples and tables become code, and attributes that are functions become methods.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ _OWNER = re.compile(r"^ +state: .*\n(?: {8,}.*\n?)*", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Rewrite docstrings to what griffe shows as code.
+    """An extension of griffe that changes docstrings and members before they are shown.
 
-    It knows a section of doctests as "Examples", and takes "Example" for a remark, whose `>>>`
-    Markdown then turns into quotations. Tables of reStructuredText are no Markdown. Methods that a
-    class has by `size = functions.size` would be attributes without a docstring.
+    griffe shows a section of doctests as code if its name is "Examples". It takes "Example" for a
+    remark, whose `>>>` Markdown then turns into quotations. Tables of reStructuredText are no
+    Markdown. Methods that a class has by `size = functions.size` would be attributes without a
+    docstring.
     """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Name the section of examples as griffe does, and fence tables."""
+        """Name sections of examples "Examples", and put tables into blocks of code."""
         if obj.docstring:
             text = _EXAMPLE.sub(r"\1Examples:", obj.docstring.value)
             obj.docstring.value = _TABLE.sub(
@@ -41,6 +45,7 @@ class Docstrings(griffe.Extension):
 
 
 def _make_method(owner: griffe.Class, name: str, attribute: griffe.Attribute) -> None:
+    """Replace an attribute without a docstring by a method, if its value is a function."""
     value = attribute.value
     if attribute.docstring or not isinstance(value, griffe.ExprAttribute):
         return

@@ -1,4 +1,4 @@
-"""Links of the documentation site: files outside of docs/ are links into the repository."""
+"""A hook of MkDocs: links of the site to files outside of docs/ lead to the repository."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Return a page whose links out of docs/ lead to the repository."""
+    """Return the Markdown of a page whose links out of docs/ lead to the repository."""
     folder = PurePosixPath(page.file.src_uri).parent
 
-    def target(link: re.Match[str]) -> str:
+    def replace_link(link: re.Match[str]) -> str:
         parts: list[str] = []
-        above = 0
+        num_above = 0  # number of folders that the link leads up from docs/
         for part in (folder / link[1]).parts:
             if part == "..":
-                above, parts = (above, parts[:-1]) if parts else (above + 1, parts)
+                num_above, parts = (num_above, parts[:-1]) if parts else (num_above + 1, parts)
             else:
                 parts.append(part)
-        if not above:
+        if not num_above:
             return link[0]
         return f"]({config.repo_url}/blob/main/{'/'.join(parts)}{link[2] or ''})"
 
-    return _LINK.sub(target, markdown)
+    return _LINK.sub(replace_link, markdown)

@@ -1,7 +1,7 @@
 """Print the test files of changed or named source files: `tests_of.py [--seconds N] [FILE ...]`.
 
 Without arguments the files are those that differ from the last commit, or, in a clean tree, those
-of the last commit. A test file stands for itself. The tests of `emblib/dynamic/keys.py` are
+of the last commit. The test of a test file is that file. The tests of `emblib/dynamic/keys.py` are
 `tests/dynamic/test_keys.py` and `tests/dynamic/test_keys_*.py`; where there are none, those that
 import the module, or all of `tests/dynamic`. C++ and CUDA files of a feature have the tests of its
 ops and of its emulated kernels. The tests of any other file (a page, a script, a configuration) are
@@ -29,30 +29,33 @@ def main(words: list[str]) -> None:
     if words[:1] == ["--seconds"]:
         seconds, words = int(words[1]), words[2:]
     named = [str(Path(name).resolve().relative_to(ROOT)) for name in words]
-    found: set[str] = set()
+    test_files: set[str] = set()
     for name in named or changed_files():
         tests = tests_of(name)
         if named and not (ROOT / name).exists():
             sys.exit(f"tests_of: {name} does not exist")
         if named and not tests:
             sys.exit(f"tests_of: no test file mirrors, imports or names {name}")
-        found |= tests
-    chosen = within(seconds, found) if seconds else found
-    if found - chosen:
-        others = " ".join(sorted(found - chosen))
+        test_files |= tests
+    chosen = shortest_tests(seconds, test_files) if seconds else test_files
+    if test_files - chosen:
+        others = " ".join(sorted(test_files - chosen))
         print(f"tests_of: beyond {seconds} s, so left to make test: {others}", file=sys.stderr)
     print("\n".join(sorted(chosen)))
 
 
-def within(seconds: int, tests: set[str]) -> set[str]:
-    """Return the shortest tests that take `seconds` of processor time together."""
+def shortest_tests(seconds: int, tests: set[str]) -> set[str]:
+    """Return the shortest test files, as many as take at most `seconds` of processor time in all.
+
+    Times are those that tests/whole_files.py lists, or USUAL_SECONDS.
+    """
     sys.path.insert(0, str(ROOT))
     from tests.whole_files import LONG
 
-    taken, chosen = 0, set()
+    total, chosen = 0, set()
     for cost, test in sorted((LONG.get(t.removeprefix("tests/"), USUAL_SECONDS), t) for t in tests):
-        taken += cost
-        if taken > seconds:
+        total += cost
+        if total > seconds:
             break
         chosen.add(test)
     return chosen
@@ -67,38 +70,38 @@ def changed_files() -> list[str]:
 
 
 def tests_of(name: str) -> set[str]:
-    """Return the test files of one file, relative to the root of the repository."""
+    """Return the test files of one file; all paths are relative to the root of the repository."""
     path = Path(name)
     if path.parts[0] == "tests" and path.name.startswith("test_"):
         return {name} if (ROOT / name).exists() else set()
     if path.parts[0] == "csrc":
         return _tests_of_feature(path)
     if path.suffix == ".py" and path.parts[0] in {"emblib", "experiments"}:
-        return _mirrored(path) or _importing(_module(path)) or _of_room(path)
+        return _mirroring_tests(path) or _importing_tests(_module(path)) or _tests_of_room(path)
     if path.suffix == ".py" and path.parts[0] == "tests":
-        return _importing(_module(path))
+        return _importing_tests(_module(path))
     return {test for test in _test_files() if path.name in _text(test)}
 
 
-def _mirrored(path: Path) -> set[str]:
-    """Find tests/<room>/test_<file>.py; the rooms of `experiments` are below tests/experiments."""
+def _mirroring_tests(path: Path) -> set[str]:
+    """Return tests/<room>/test_<file>.py; rooms of `experiments` are below tests/experiments."""
     room = path.parent if path.parts[0] == "experiments" else Path(*path.parts[1:-1])
     stem = room.name if path.stem == "__init__" else path.stem
     pattern = rf"{re.escape(str(Path('tests') / room))}/test_{re.escape(stem)}(_\w+)?\.py"
     return {test for test in _test_files() if re.fullmatch(pattern, test)}
 
 
-def _of_room(path: Path) -> set[str]:
-    """Find all tests of the room, or those that name the module."""
+def _tests_of_room(path: Path) -> set[str]:
+    """Return all tests of the room of a module, or those that name the module."""
     top = "tests/experiments" if path.parts[0] == "experiments" else "tests"
     room = path.parts[1] if len(path.parts) > 2 else path.stem
     pattern = rf"{top}/({room}/(\w+/)*test_\w+|test_{room}(_\w+)?)\.py"
-    found = {test for test in _test_files() if re.fullmatch(pattern, test)}
-    return found or {test for test in _test_files() if re.search(rf"\b{path.stem}\b", _text(test))}
+    tests = {test for test in _test_files() if re.fullmatch(pattern, test)}
+    return tests or {test for test in _test_files() if re.search(rf"\b{path.stem}\b", _text(test))}
 
 
-def _importing(module: str) -> set[str]:
-    """Find the tests that import a module, or a name from it; helpers of tests count as tests."""
+def _importing_tests(module: str) -> set[str]:
+    """Return the tests that import a module, a name from it, or a helper that does."""
     package, _, leaf = module.rpartition(".")
     pattern = re.compile(
         rf"^\s*(from {re.escape(module)} import|import {re.escape(module)}\b"
@@ -109,18 +112,19 @@ def _importing(module: str) -> set[str]:
     texts = {test: _import_lines(test) for test in (*_test_files(), *_helper_files())}
     importing = {test for test, text in texts.items() if leaf in text and pattern.search(text)}
     helpers = importing & set(_helper_files())
-    found = importing - helpers
+    tests = importing - helpers
     for helper in helpers:
-        found |= _importing(_module(Path(helper)))
-    return found
+        tests |= _importing_tests(_module(Path(helper)))
+    return tests
 
 
 def _tests_of_feature(path: Path) -> set[str]:
+    """Return the tests of the ops and of the emulated kernels of a C++ or CUDA file."""
     feature = path.parts[1] if len(path.parts) > 2 else path.stem
     rooms = ("tests/ops", "tests/simt")
     names = [f"{room}/test_{feature}{end}" for room in rooms for end in (".py", "_")]
-    found = {test for test in _test_files() if test.startswith(tuple(names))}
-    return found or {"tests/test_schema.py", "tests/simt/test_compile.py"}
+    tests = {test for test in _test_files() if test.startswith(tuple(names))}
+    return tests or {"tests/test_schema.py", "tests/simt/test_compile.py"}
 
 
 def _module(path: Path) -> str:
@@ -158,8 +162,8 @@ def _text(name: str) -> str:
 
 def _git(*arguments: str) -> list[str]:
     command = ["git", "-C", str(ROOT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [name for name in done.stdout.splitlines() if name]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [name for name in completed.stdout.splitlines() if name]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 
 import emblib
 
-OPTIONAL = {"torchmetrics"}  # of the extras that modules of emblib import
+OPTIONAL = {"torchmetrics"}  # packages of extras, without which a module may fail to import
 
 
 def check_files() -> int:
@@ -27,8 +27,8 @@ def check_files() -> int:
     assert Path(emblib.__file__).parent.resolve() == folder, f"{emblib.__file__} is not {folder}"
     assert distribution.version == emblib.__version__, distribution.version
     assert (folder / "py.typed").exists(), "type checkers ignore a package without py.typed"
-    found = (module.name for module in pkgutil.walk_packages(emblib.__path__, "emblib."))
-    names = [name for name in found if not name.startswith("emblib.libemblib_")]
+    all_names = (module.name for module in pkgutil.walk_packages(emblib.__path__, "emblib."))
+    names = [name for name in all_names if not name.startswith("emblib.libemblib_")]
     for name in names:
         try:
             importlib.import_module(name)
@@ -39,21 +39,21 @@ def check_files() -> int:
 
 
 def check_training() -> None:
-    """Compare three steps with those of `nn.EmbeddingBag`, then load the state."""
+    """Compare three steps with those of `nn.EmbeddingBag`, then save and load the state."""
     torch.manual_seed(0)
     bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1000, 20)], emblib.optim.SGD(0.1))
-    theirs = nn.EmbeddingBag(1000, 20, mode="sum", include_last_offset=True)
-    bags.table_weights()[0].copy_(theirs.weight.detach())
+    torch_bags = nn.EmbeddingBag(1000, 20, mode="sum", include_last_offset=True)
+    bags.table_weights()[0].copy_(torch_bags.weight.detach())
     ids, offsets = torch.randint(0, 1000, (600,)), torch.arange(0, 601, 3)
     for _ in range(3):
-        ours, expected = bags(ids, offsets), theirs(ids, offsets)
-        torch.testing.assert_close(ours, expected)
-        ours.square().sum().backward()
-        theirs.weight.grad = None
+        output, expected = bags(ids, offsets), torch_bags(ids, offsets)
+        torch.testing.assert_close(output, expected)
+        output.square().sum().backward()
+        torch_bags.weight.grad = None
         expected.square().sum().backward()
         with torch.no_grad():
-            theirs.weight -= 0.1 * theirs.weight.grad
-    torch.testing.assert_close(bags.table_weights()[0], theirs.weight.detach())
+            torch_bags.weight -= 0.1 * torch_bags.weight.grad
+    torch.testing.assert_close(bags.table_weights()[0], torch_bags.weight.detach())
     file = io.BytesIO()
     torch.save(bags.state_dict(), file)
     file.seek(0)
@@ -71,12 +71,12 @@ def check_kinds() -> None:
     config = emblib.EmbeddingBagConfig(1000, 16, "item")
     tables = emblib.EmbeddingBagCollection([config], optimizer=emblib.optim.SGD(0.1))
     batch = emblib.KeyedJaggedTensor(["item"], ids, lengths=torch.tensor([2, 2]))
-    wanted, got = tables(batch).values(), tables.quantized(8)(batch).values()
-    torch.testing.assert_close(got.float(), wanted.detach(), atol=1e-3, rtol=0.02)
+    expected, output = tables(batch).values(), tables.quantized(8)(batch).values()
+    torch.testing.assert_close(output.float(), expected.detach(), atol=1e-3, rtol=0.02)
 
 
 def check_errors() -> None:
-    """See an error of the library as an exception: a second C++ runtime would end the process."""
+    """Check that an error of the library is an exception; a second C++ runtime ends the process."""
     try:
         torch.ops.emblib.cache_locate(*[torch.empty(0)] * 4)
     except RuntimeError:

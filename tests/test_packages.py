@@ -56,13 +56,13 @@ def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 def test_links_of_the_published_readme_are_absolute() -> None:
     text = "[![a](figure.png)](docs/a.md#b) [c](#c) [d](https://d.org) ![e](e.png)"
-    assert pypi_readme.absolute(text, "https://github.com/me/emblib", "v1") == (
+    assert pypi_readme.make_links_absolute(text, "https://github.com/me/emblib", "v1") == (
         "[![a](https://raw.githubusercontent.com/me/emblib/v1/figure.png)]"
         "(https://github.com/me/emblib/blob/v1/docs/a.md#b) [c](#c) [d](https://d.org) "
         "![e](https://raw.githubusercontent.com/me/emblib/v1/e.png)"
     )
     repository = PROJECT["project"]["urls"]["Repository"]
-    text = pypi_readme.absolute((ROOT / "README.md").read_text(), repository, "v1")
+    text = pypi_readme.make_links_absolute((ROOT / "README.md").read_text(), repository, "v1")
     assert not re.findall(r"\]\((?!https://|#)[^)]*\)", text)
 
 

@@ -83,9 +83,10 @@ def measure_ceilings(device: torch.device, seconds: float = 1.5) -> dict[str, An
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return the bytes of a table, which is far larger than the caches if memory allows it.
+    """Return the bytes of the table to measure with: TABLE_CACHE_RATIO times the last-level cache.
 
-    It has at most MEMORY_SHARE of the free memory, but at least SMOKE_BYTES.
+    On a GPU they are MIN_GPU_BYTES at least. They are limited to MEMORY_SHARE of the free memory,
+    but never below SMOKE_BYTES, and whole MiB.
     """
     if device.type == "cuda":
         cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -96,13 +97,16 @@ def table_bytes(device: torch.device) -> int:
 
 
 def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
-    """Return bytes read plus bytes written per second by a copy of `source`."""
+    """Return the bytes read plus written per second by a copy of `source`, on its device.
+
+    `seconds` is the time to measure for, as everywhere in this file; MIN_RUNS calls may need more.
+    """
     target = torch.zeros_like(source)
     return 2 * source.nbytes / shortest_call(lambda: target.copy_(source), source.device, seconds)
 
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
-    """Return the multiplications plus additions per second of a product of float32 matrices."""
+    """Return multiplications plus additions per second of a product of square float32 matrices."""
     a, b = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
     out = torch.empty_like(a)
     return 2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(a, b, out=out), device, seconds)
@@ -111,8 +115,8 @@ def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
     """Return the bytes per second of the fastest way to gather rows of `row_bytes`, and its name.
 
-    `flat` is the table's memory, float32 [elements]; its bytes are a multiple of `row_bytes`. The
-    lookups of emblib allocate a second table of that size.
+    `flat` is the memory of the table, float32 [elements]; its bytes are a multiple of `row_bytes`.
+    The lookups of emblib allocate a second table of that size.
     """
     rates = {
         method: nbytes / shortest_call(call, flat.device, seconds / 4)
@@ -159,10 +163,10 @@ def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callab
 
 
 def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatchedEmbeddingBags:
-    """Return a table of ones, which does not check ids.
+    """Return a module with one table of ones, which does not check ids.
 
-    On a CPU, drawing initial values takes seconds. A large table is therefore created on the meta
-    device, without values. A small table is not, because the meta device loads half of torch.
+    On a CPU, drawing initial values takes seconds. So a large table is created on the meta device,
+    without values. A small one is not, because the meta device loads half of torch.
     """
     tables = [emblib.TableSpec(rows, dim)]
     is_drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
@@ -179,9 +183,9 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
 
 
 def shortest_call(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the shortest seconds of MIN_RUNS calls or more, as many as fit into `seconds`.
+    """Return the seconds of the fastest of MIN_RUNS calls or more, as many as fit into `seconds`.
 
-    On a GPU events measure the time, without the launch; one more call comes first.
+    On a GPU events measure the time, without the launch, after one call that is not timed.
     """
     if device.type != "cuda":
         return shortest_wall(call, device, seconds)
@@ -205,7 +209,10 @@ def shortest_wall(
     seconds: float,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the shortest seconds of MIN_RUNS calls or more, as many as fit into `seconds`."""
+    """Return the seconds of the fastest of MIN_RUNS calls or more, as many as fit into `seconds`.
+
+    On a GPU the time ends when the device is idle. `now` is a clock in seconds.
+    """
 
     def synchronised() -> float:
         if device.type == "cuda":
@@ -222,9 +229,13 @@ def shortest_wall(
 
 
 class CacheLines:
-    """Memory of `nbytes` in small or huge pages; cache line n has the int64 n, then zeros.
+    """Memory of about `nbytes` in small or huge pages; cache line n has the int64 n, then zeros.
 
     The system is advised to use that kind of pages, and may not follow.
+
+    Attributes:
+        count: number of cache lines, at least 1.
+        words: content of the memory, int64 [count * WORDS_PER_LINE].
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
@@ -241,15 +252,18 @@ class CacheLines:
         self.words[::WORDS_PER_LINE] = np.arange(self.count)
 
     def positions(self, keys: Tensor) -> Tensor:
-        """Return the index of the word to read per key, int64 [N] on the CPU as `keys`."""
+        """Return, per key, the index in `words` of the line's number; int64 [N] on the CPU."""
         return keys.remainder(self.count) * WORDS_PER_LINE
 
     def read_by_torch(self, positions: Tensor) -> Tensor:
-        """Return the words at `positions`, int64 [N], read by torch on its threads."""
+        """Return `words` at `positions`, int64 [N], read by torch on its threads."""
         return torch.index_select(torch.from_numpy(self.words), 0, positions)
 
     def read_by_numpy(self, positions: Tensor) -> Tensor:
-        """Return the words at `positions`, read by NumPy, which is mostly faster on one thread."""
+        """Return `words` at `positions`, int64 [N], read by NumPy on one thread.
+
+        On one thread this is mostly faster than `read_by_torch`.
+        """
         out = np.empty(positions.numel(), np.int64)
         return torch.from_numpy(np.take(self.words, positions.numpy(), out=out, mode="clip"))
 

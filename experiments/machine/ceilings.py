@@ -1,4 +1,7 @@
-"""The ceilings of a machine: measured by a run, and theoretical ones from conf/hardware."""
+"""The ceilings of a machine: those that a run measured, and theoretical ones of conf/hardware.
+
+`bandwidth` measures the former; this file reads both.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class MeasuredCeilings:
 
     Attributes:
         copy_gb_s: bandwidth of copies; nan if unknown.
-        gather_gb_s: pairs of bytes per row and bandwidth of gathers, ascending.
-        sgemm_gflop_s: rate of a product of square float32 matrices; nan if unknown.
+        gather_gb_s: pairs of bytes per row and bandwidth of gathers, ascending; () if unknown.
+        sgemm_gflop_s: rate of a product of square float32 matrices in GFLOP/s; nan if unknown.
         gather_by: fastest ways to gather; () for early runs, which tried torch's only.
     """
 
@@ -53,10 +56,10 @@ class MeasuredCeilings:
         )
 
     def gather(self, row_bytes: float) -> float:
-        """Return the bandwidth of the smallest measured row size that is not below `row_bytes`.
+        """Return the bandwidth of gathering rows of `row_bytes`, in GB/s; nan if unknown.
 
-        Larger rows gather faster, so that bandwidth is a bound. Above all measured sizes it is the
-        bandwidth of the largest; nan without any.
+        It is that of the smallest measured size >= `row_bytes`: larger rows gather faster, so it is
+        an upper bound. For rows larger than all measured sizes it is that of the largest size.
         """
         larger = [rate for size, rate in self.gather_gb_s if size >= row_bytes]
         rates = larger or [rate for _, rate in self.gather_gb_s[-1:]]
@@ -64,7 +67,7 @@ class MeasuredCeilings:
 
     @property
     def gather_method(self) -> str:
-        """Return how gathers were measured, as the end of a sentence."""
+        """Return in words how gathers were measured, as the end of a sentence."""
         if not self.gather_by:
             return (
                 "torch's index_select or embedding_bag, whichever was better; emblib's lookup was "
@@ -115,7 +118,7 @@ def read(path: Path) -> Device:
 
     Raises:
         ValueError: a key or kind is unknown, `name` or `names` is missing, or a figure has no
-            source, no value or one that is not a number.
+            source, no value, or a value that is no number.
     """
     content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     unknown_keys = sorted(set(content) - {"name", "kind", "names", "note", *FIGURES})
@@ -144,18 +147,22 @@ def read(path: Path) -> Device:
 
 @cache
 def known_devices() -> tuple[Device, ...]:
-    """Return every device of conf/hardware, GPUs first, by name."""
+    """Return every device of conf/hardware, GPUs first, sorted by name; files are read once.
+
+    Raises:
+        ValueError: a file is wrong, see `read`.
+    """
     devices = [read(path) for path in sorted((CONF / "hardware").glob("*.yaml"))]
     return tuple(sorted(devices, key=lambda d: (d.kind != "gpu", d.name)))
 
 
 def find(name: str) -> Device | None:
-    """Return the device that a driver calls `name`, or None."""
+    """Return the device that a driver calls `name`; None if conf/hardware has none."""
     return next((device for device in known_devices() if device.is_called(name)), None)
 
 
 def of_environment(environment: Mapping[str, Any]) -> Device | None:
-    """Return the device of a run by its environment.json, or None."""
+    """Return the device of a run by its environment.json: GPU, else CPU; None if unknown."""
     gpu, cpu = environment.get("gpu") or {}, environment.get("cpu") or {}
     name = gpu.get("name") or cpu.get("model")
     return find(str(name)) if name else None

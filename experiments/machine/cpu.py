@@ -1,7 +1,7 @@
 """The CPU: caches, governor, throttling and limits, and the processor time of other processes.
 
-psutil reads what it can. py-cpuinfo is no substitute for the rest: it starts processes, takes more
-than a second, and reports the cache of one core only.
+psutil reads some of these facts, `Cpu` the others from files of the kernel. py-cpuinfo would not
+do: it starts processes, takes more than a second, and reports the cache of one core only.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def mean_mhz() -> float | None:
 
 
 class CpuTime:
-    """The processor time that other processes and a hypervisor used since its construction."""
+    """The processor time of other processes and of a hypervisor since the object was created."""
 
     def __init__(self) -> None:
         self._system, self._process = psutil.cpu_times(), os.times()
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Return the share of time stolen by a hypervisor, and the cores of other processes.
+        """Return (share of the time stolen by a hypervisor, number of cores others used).
 
-        Both are None if the system counted no processor time since the construction. The cores are
-        None also if less than MIN_SECONDS passed.
+        Both are None if the system has counted no processor time since the object was created. The
+        number of cores, which is a mean, is None also if less than MIN_SECONDS passed.
         """
         times_before, times = self._system._asdict(), psutil.cpu_times()._asdict()
         increase_s = {state: times[state] - times_before[state] for state in times}
@@ -95,16 +95,16 @@ class Cpu:
             return None
 
     def cpuinfo(self, key: str) -> str:
-        """Return an entry of /proc/cpuinfo about the first core, or ""."""
+        """Return the entry `key` of /proc/cpuinfo about the first core, or ""."""
         match = re.search(rf"^{key}\s*:(.*)", self.read_text("proc/cpuinfo") or "", re.MULTILINE)
         return match[1].strip() if match else ""
 
     def instructions(self) -> frozenset[str]:
-        """Return the CPU's flags."""
+        """Return the CPU's flags as Linux names them, e.g. "avx2"."""
         return frozenset(self.cpuinfo("flags").split())
 
     def is_virtual(self) -> bool:
-        """Return whether this is a virtual machine."""
+        """Return whether the CPU states that this is a virtual machine."""
         return "hypervisor" in self.instructions()
 
     def last_level_cache(self) -> int | None:
@@ -135,7 +135,7 @@ class Cpu:
         return None if boost is None else boost == 1
 
     def num_throttled(self) -> int | None:
-        """Return the number of times that the usable cores were throttled for heat."""
+        """Return how often the usable cores were throttled for heat since the system started."""
         counts = [
             self.read_number(f"{CORES}/cpu{core}/thermal_throttle/core_throttle_count")
             for core in usable_cores()

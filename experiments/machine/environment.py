@@ -30,8 +30,9 @@ VARIABLES = (
 def environment_content(device: torch.device, words: list[str]) -> dict[str, Any]:
     """Return the content of environment.json: machine and software, without host name and user.
 
-    `words` are the words of the command line. They and the values of VARIABLES are copied as they
-    are, with the paths in them. A fact that the system does not state is None.
+    `words` are the words of the command line. They and the values of environment variables that
+    match VARIABLES are copied as they are, with the paths in them. A fact that the system does not
+    state is None.
     """
     cpu = Cpu()
     flags = cpu.instructions()
@@ -85,7 +86,7 @@ def git_state() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package, else the imported module's, else None."""
+    """Return the version of an installed package, else that of the imported module, else None."""
     module = sys.modules.get(package)
     return installed_version(package) or getattr(module, "__version__", None)
 

@@ -23,10 +23,11 @@ CGROUP_FILES = (
 
 
 def keep_freed_blocks() -> bool:
-    """Let malloc reuse freed blocks up to 32 MiB, as it does in a process that ran for a while.
+    """Let malloc of this process keep freed blocks of up to REUSED_BLOCK_BYTES for reuse.
 
-    Otherwise malloc returns fresh pages for the large outputs of some calls, depending on the order
-    of calls, and their page faults cost more than the lookup. Return whether the C library agreed.
+    By itself malloc does this only after some large blocks were freed. Until then it takes fresh
+    pages for the large outputs of some calls, depending on the order of calls, and their page
+    faults cost more than the lookup. Return whether the C library accepted the setting.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -52,8 +53,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Make a call; return the maximum of the bytes in use during it, minus those in use before.
 
     On a GPU these are the bytes that torch has allocated; on a CPU the resident memory of the
-    process. None if the system does not state the peak. The call is not made if the system does not
-    let a process reset its peak.
+    process. None if the system does not state the peak, or does not let a process reset its peak;
+    in the latter case the call is not made.
     """
     if device.type != "cuda":
         return _peak_bytes_on_host(call)
@@ -94,7 +95,10 @@ def _peak_bytes_on_host(call: Callable[[], object]) -> int | None:
 
 
 def resident_bytes(key: str) -> int | None:
-    """Return VmRSS or VmHWM in bytes, or None; psutil's count of resident memory lags."""
+    """Return the bytes of an entry of /proc/self/status, "VmRSS" (now) or "VmHWM" (peak), or None.
+
+    psutil's number of resident memory is updated with a delay.
+    """
     match = re.search(
         rf"^{key}:\s+(\d+) kB", Cpu().read_text("proc/self/status") or "", re.MULTILINE
     )

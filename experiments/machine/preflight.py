@@ -30,7 +30,7 @@ def check(
     threads: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> dict[str, Any]:
-    """Return the `flags` of the machine, whether it is `fit` for device.strict, and details.
+    """Examine the machine, which takes LOOK_SECONDS.
 
     Args:
         device: device of the run.
@@ -38,6 +38,10 @@ def check(
         nvml: source of facts about the GPU; found by `device` unless given.
         threads: CPU threads of the run; torch's unless given.
         sleep: function that waits for some seconds.
+
+    Returns:
+        `flags` (keys of `flags.ADVICE`), `fit` (whether device.strict accepts the machine), the
+        details of `cpu_flags`, and if known `newer_source` and `gpu` (the settings of the GPU).
     """
     flags, details = cpu_flags(cpu or Cpu(), threads or torch.get_num_threads(), sleep)
     if source := newer_source(device):
@@ -49,7 +53,10 @@ def check(
 
 
 def require_fit(checked: Mapping[str, Any]) -> None:
-    """Raise UsageError with remedies if `check` returned that the machine is unfit."""
+    """Raise UsageError, with remedies, if the machine is not fit.
+
+    `checked` is the result of `check`.
+    """
     if not checked["fit"]:
         reasons = [f"{explain(f)} ({remedy(f)})" for f in checked["flags"] if f not in MINOR]
         raise UsageError(
@@ -61,10 +68,11 @@ def require_fit(checked: Mapping[str, Any]) -> None:
 def cpu_flags(
     cpu: Cpu, threads: int, sleep: Callable[[float], object]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the flags of the CPU and the facts behind them, without unknown ones.
+    """Return the flags of the CPU, and the known ones of the facts behind them.
 
-    `load` is the load average of a minute, `cores_of_others` the cores that other processes use,
-    `cores` the number that this process may use, `quota` a limit in cores. Takes LOOK_SECONDS.
+    The facts are `load` (load average of a minute), `cores_of_others` (cores that other processes
+    use), `cores` (number that this process may use), `threads`, `governor`, and `quota` (limit of a
+    container, in cores). `sleep` is called with LOOK_SECONDS, to watch other processes.
     """
     cpu_time = CpuTime()
     sleep(LOOK_SECONDS)
@@ -90,7 +98,7 @@ def cpu_flags(
 
 
 def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
-    """Return the flags and settings of a GPU."""
+    """Return the flags and settings (`Nvml.settings`) of a GPU; None is a GPU without NVML."""
     if nvml is None:
         return ["nvml_absent"], {}
     settings = nvml.settings()
@@ -108,9 +116,9 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
 
 
 def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
-    """Return the source that was changed last, if it is newer than the build of the library.
+    """Return the source that was changed last, relative to `root`, if it is newer than the build.
 
-    Return None if the library is up to date or absent, or if there are no sources (a wheel).
+    Return None if the library of the device is up to date or absent, or if there are no sources.
     """
     name = f"libemblib_{device.type}.so"
     library = next((f / name for f in library_folders() if (f / name).exists()), None)

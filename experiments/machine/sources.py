@@ -63,7 +63,11 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
 
 
 def digests(device: str, root: Path = ROOT) -> dict[str, str]:
-    """Return the digest of each area for a device "cpu" or "cuda"; {} without the sources."""
+    """Return the digest of each area of AREAS for a device, "cpu" or "cuda"; {} without sources.
+
+    Digests of files that did not change are read from CACHE_FILE below `root`; new ones are
+    written to it, if that is possible.
+    """
     if not (root / "csrc").is_dir():
         return {}
     files = {
@@ -120,6 +124,7 @@ def _code(path: Path) -> str:
 
 
 def _files(device: str, root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the sources for a device in folders (or files), without files that an area names."""
     endings_of_others = tuple(
         ending
         for device_kind, endings in ENDINGS_OF_DEVICE.items()
@@ -136,7 +141,7 @@ def _files(device: str, root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
 
 
 def python_code(source: str) -> str:
-    """Return a module without comments and docstrings, in one layout."""
+    """Return a module's code without comments and docstrings, in a uniform layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
@@ -160,5 +165,5 @@ class _FStringParts(ast.NodeTransformer):
 
 
 def cpp_code(source: str) -> str:
-    """Return C++ without comments, all white space as single spaces; strings stay as they are."""
+    """Return C++ code without comments, with single spaces for white space outside of strings."""
     return " ".join(_COMMENT.sub(lambda match: match[1] or " ", source).split())

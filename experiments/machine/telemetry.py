@@ -44,9 +44,10 @@ def telemetry_for(device: torch.device) -> Telemetry:
 
 
 class Telemetry:
-    """Watch the machine between `start` and `stop`; this base class observes nothing.
+    """An observer of the machine between `start` and `stop`; this base class observes nothing.
 
-    As a context manager it starts and stops itself. Call `summary` and `flags` after `stop`.
+    As a context manager it starts and stops itself. Call `check` between them, `summary` and
+    `flags` after `stop`.
     """
 
     def __enter__(self) -> Telemetry:
@@ -60,23 +61,26 @@ class Telemetry:
         """Start watching."""
 
     def check(self) -> list[str]:
-        """Return why the machine was slowed since the last check; [] if it was not."""
+        """Return the reasons for which the machine was slowed since the last check; [] for none."""
         return []
 
     def stop(self) -> None:
         """Stop watching."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the observations for the record, without unknown ones."""
+        """Return the known observations, for the entry `hardware` of records."""
         return {}
 
     def flags(self) -> list[str]:
-        """Return the flags of the race."""
+        """Return the flags of the race, keys of `flags.ADVICE`."""
         return []
 
 
 class CpuTelemetry(Telemetry):
-    """Watch load, frequency, stolen time and throttling of the CPU by the kernel's counters."""
+    """An observer of load, frequency, stolen time and throttling of the CPU.
+
+    It reads the kernel's counters at `start`, `check` and `stop`, without a thread.
+    """
 
     def __init__(self, cpu: Cpu | None = None) -> None:
         self.cpu = cpu or Cpu()
@@ -137,10 +141,14 @@ class CpuTelemetry(Telemetry):
 
 
 class NvmlTelemetry(Telemetry):
-    """Sample a GPU in a thread, ten times per second, while a race runs; start it only once.
+    """An observer of a GPU, which a thread samples every NVML_PERIOD_SECONDS; start it only once.
 
-    A lock protects the samples and reasons, which the thread and the race share. `pause` is a
-    function that waits for some seconds and returns True to end the thread.
+    A lock protects the samples and reasons, which the thread and the race share.
+
+    Args:
+        nvml: GPU.
+        pause: function that waits for some seconds and returns True to end the thread; None for a
+            wait that `stop` ends.
     """
 
     def __init__(self, nvml: Nvml, pause: Callable[[float], bool] | None = None) -> None:
@@ -213,14 +221,22 @@ def reason_names(reason_bits: int) -> list[str]:
 
 
 class Nvml:
-    """NVML's view of one GPU; `library` is pynvml or a test double. Unknown facts are None."""
+    """The facts that NVML states about one GPU; unknown facts are None.
+
+    Args:
+        library: module pynvml, or a test double.
+        handle: NVML's handle of the GPU.
+    """
 
     def __init__(self, library: Any, handle: Any) -> None:
         self.library, self.handle = library, handle
 
     @classmethod
     def open(cls, device: torch.device | None = None, library: Any = None) -> Nvml | None:
-        """Return torch's device, by default the first GPU; None if NVML is unavailable."""
+        """Return the facts of torch's device, by default the first GPU; None without NVML.
+
+        `library` replaces pynvml.
+        """
         try:
             library = library or importlib.import_module("pynvml")
             library.nvmlInit()
@@ -229,7 +245,7 @@ class Nvml:
             return None
 
     def query(self, question: str, *arguments: Any) -> Any:
-        """Return nvmlDevice<question>(handle, *arguments), or None."""
+        """Return the result of nvmlDevice<question>(handle, *arguments), or None if it raises."""
         try:
             return getattr(self.library, "nvmlDevice" + question)(self.handle, *arguments)
         except Exception:  # the driver or the device does not support the question
@@ -263,7 +279,10 @@ class Nvml:
         return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
 
     def settings(self) -> dict[str, Any]:
-        """Return the device's settings, without those that are unavailable."""
+        """Return the known ones of the GPU's settings and present readings.
+
+        Keys are those of `doctor.SETTINGS` and `reasons`, the names of what slows the GPU now.
+        """
         library, readings, reason_bits = self.library, self.readings(), self.reason_bits()
         ecc, mig = self.query("GetEccMode"), self.query("GetMigMode")
         persistence = self.query("GetPersistenceMode")

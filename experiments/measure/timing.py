@@ -21,7 +21,7 @@ from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, build_arms, make_record, pool_entries, verify
 from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.timing.clock import Clock, clock_for
+from experiments.timing.clock import Clock, UnsupportedMode, clock_for
 from experiments.timing.race import Phase, Race
 from experiments.workloads.workload import Batch, Pool, make_pool, table_shapes
 
@@ -100,11 +100,9 @@ def race_modes(
         timing: amount of measuring.
         outcomes: outcomes of building the arms, by arm.
         phases: phases of each built arm.
-        clock_of: function that returns the clock of a mode; it may raise UnsupportedMode.
+        clock_of: function that returns the clock of a mode. If it raises UnsupportedMode, all arms
+            are unsupported in that mode.
         hooks: further arguments of `Race`.
-
-    Raises:
-        UnsupportedMode: `clock_of` raised it.
     """
     modes = session.config.timing.modes
     timing = dataclasses.replace(timing, cell_seconds=seconds / len(modes))
@@ -117,12 +115,20 @@ def race_modes(
             for key, arm_phases in phases.items()
             if outcomes_in_mode[key].status == "ok" and arm_phases
         }
+        try:
+            clock = clock_of(mode)
+        except UnsupportedMode as error:
+            for outcome in outcomes_in_mode.values():
+                if outcome.status == "ok":
+                    outcome.fail(error)
+            yield outcomes_in_mode
+            continue
         session.note("|timing")
         telemetry = session.sync.telemetry(telemetry_for(session.device))
         race = Race(
             ready_phases,
             timing,
-            clock_of(mode),
+            clock,
             session.seed,
             telemetry=telemetry,
             note=session.note,

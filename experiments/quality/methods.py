@@ -1,9 +1,9 @@
 """Methods that compress the large tables of a model to a share of their bytes.
 
 A method is a module, built on the CPU, that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`;
-backward updates its tables. Most methods are a `StoredTables` of tables that a `configure_*`
-function defines. Others are a class, or a function `build_*`. To add a method, write one of these
-and a line in METHODS. Building a method raises Unsupported for a task that it cannot do, for
+the backward pass updates its tables. Most methods are a `StoredTables` whose tables a function
+`configure_*` describes. Others are a class, or a function `build_*`. To add a method, write one of
+these and a line in METHODS. Building a method raises Unsupported for a task that it cannot do, for
 example with too few bytes.
 """
 
@@ -38,8 +38,8 @@ class MethodTask:
         dim: number of columns of a row.
         share: permitted bytes ÷ bytes of the plain float32 table, for each table.
         learning_rate: learning rate of Adagrad.
-        counts: number of training samples with each id, int64 [rows] per table; () if unknown,
-            for which `HotRows` and `build_from_plain` raise Unsupported.
+        counts: number of training samples with each id, int64 [rows] per table; () if unknown, for
+            which `HotRows` and `build_from_plain` raise Unsupported.
         trained: function that returns the rows of the trained plain tables, float32 [rows, dim] per
             table; None if they were not trained. `build_from_plain` needs it.
     """
@@ -52,7 +52,7 @@ class MethodTask:
     trained: Callable[[], Sequence[Tensor]] | None = None
 
     def permitted_rows(self, table: int) -> int:
-        """Return the number of float32 rows that fit into the permitted bytes of a table.
+        """Return the number of float32 rows that fit into the permitted bytes of a table (number).
 
         Raises:
             Unsupported: not one row fits.
@@ -63,7 +63,7 @@ class MethodTask:
         return rows
 
     def permitted_bytes(self, table: int) -> int:
-        """Return the permitted bytes of a table."""
+        """Return the permitted bytes of a table, given by its number."""
         return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
 
     def check_counts(self) -> None:
@@ -72,7 +72,7 @@ class MethodTask:
             raise Unsupported("the method needs the counts of ids")
 
     def with_share(self, share: float) -> MethodTask:
-        """Return the task with `share` of its permitted bytes."""
+        """Return the task with `share` times its permitted bytes."""
         return replace(self, share=share * self.share)
 
     def optimizer(self) -> emblib.optim.Adagrad:
@@ -143,7 +143,7 @@ def _table_bytes(config: EmbeddingBagConfig, other: storage.Storage | None = Non
 
 
 def _max_rows(task: MethodTask, table: int, configure: Callable[[int], EmbeddingBagConfig]) -> int:
-    """Return the maximum number of rows with which a table fits into its permitted bytes.
+    """Return the maximum number of rows with which a table and its index fit into its bytes.
 
     Args:
         task: the tables.
@@ -201,7 +201,7 @@ def configure_projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
 
 
 def _permitted_columns(task: MethodTask) -> int:
-    """Return the columns of a row that fit into the permitted bytes; raise Unsupported for none."""
+    """Return the number of columns whose bytes are permitted; raise Unsupported if it is 0."""
     num_columns = int(task.share * task.dim)
     if not num_columns:
         raise Unsupported(f"{task.share:g} of {task.dim} columns is less than one")
@@ -218,7 +218,11 @@ def configure_hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingB
 def configure_quotient_remainder(
     task: MethodTask, table: int, combine: storage.Combine
 ) -> EmbeddingBagConfig:
-    """Combine two rows, one by the quotient and one by the remainder of the id."""
+    """Store two small tables, whose rows for the quotient and the remainder of an id are combined.
+
+    Raises:
+        Unsupported: the tables do not fit into the permitted bytes.
+    """
     try:
         table_storage = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
     except ValueError as error:
@@ -229,7 +233,10 @@ def configure_quotient_remainder(
 def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
     """Return the tensor train of the largest ranks that fit into the permitted bytes.
 
-    `ids` is the order of ids, see `emblib.TTSpec`. Unsupported is raised if no rank fits.
+    `ids` is the order of ids, see `emblib.TTSpec`.
+
+    Raises:
+        Unsupported: no rank fits.
     """
     rows = task.rows[table]
     one_rank_spec = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
@@ -242,7 +249,7 @@ def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
 
 
 def configure_tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
-    """Store a tensor train; by default in a random order of ids."""
+    """Store a tensor train of the largest ranks that fit, by default in a random order of ids."""
     spec = tensor_train_spec(task, table, ids)
     table_storage = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
     return configure_plain(task, table, storage=table_storage)
@@ -263,8 +270,8 @@ def configure_cached_train(
 ) -> EmbeddingBagConfig:
     """Store a tensor train in at most half of the permitted bytes, and cached rows in the rest.
 
-    The cache has the most used rows, their index and the counts of ids. `eviction` is the change of
-    the train by rows that leave the cache; with DROP their updates are lost, as in FBTT.
+    The cache has the most frequently used rows, their index and the counts of ids. `eviction` is
+    what happens to the updates of a row that leaves the cache; with DROP they are lost, as in FBTT.
     """
     train_config = configure_tensor_train(task.with_share(0.5), table)
     train_storage = train_config.storage
@@ -280,7 +287,8 @@ def configure_cached_train(
 def build_from_plain(task: MethodTask) -> StoredTables:
     """Return tensor trains that start as approximations of the trained plain tables.
 
-    Unsupported is raised if the task has no `counts` or no `trained`.
+    Raises:
+        Unsupported: the task has no `counts` or no `trained`, or no rank fits.
     """
     task.check_counts()
     if task.trained is None:
@@ -298,7 +306,11 @@ def build_from_plain(task: MethodTask) -> StoredTables:
 
 
 def build_planned(task: MethodTask) -> StoredTables:
-    """Return tables stored by a plan of `emblib.plan_memory`, within the permitted bytes of all."""
+    """Return tables stored by a plan of `emblib.plan_memory`, within the permitted bytes of all.
+
+    Raises:
+        Unsupported: there is no such plan.
+    """
     tables = [configure_plain(task, t) for t in range(len(task.rows))]
     plain_bytes = sum(task.rows) * task.dim * FLOAT_BYTES
     try:
@@ -327,7 +339,8 @@ class HotRows(Method):
     Attributes:
         hot: tables of the frequent ids.
         others: tables of the other ids, by another method.
-        hot_rows: row in `hot` per id, -1 for the other ids, int64, one table after the other.
+        hot_rows: row in `hot` of each id, -1 for the other ids; int64 [rows of all tables], one
+            table after the other.
         starts: first entry of each table in `hot_rows`, int64 [K].
     """
 

@@ -1,4 +1,4 @@
-"""Train a small DLRM with tables of any method, and score its predictions."""
+"""Train a small DLRM whose large tables are stored by a method, and score its predictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of predictions."""
+    """The scores of predictions on some samples."""
 
     auc: float  # area under the ROC curve
     loss: float  # mean log loss in nats
@@ -66,16 +66,22 @@ class TrainedModel:
 
 
 class Model(nn.Module):
-    """A DLRM: rows and a projection of the numbers, products of all pairs, a network on top.
+    """A DLRM: a row per field, a projection of the numbers, products of all pairs, then a network.
 
-    A method stores the large tables; the small ones are plain.
+    A method stores the large tables; the small ones are plain. `step` trains it.
+
+    Args:
+        data: samples, whose numbers of rows and of numbers are used.
+        plan: training, of which `dim` and `large` are used.
+        large_tables: method of the large tables, `Clicks.large_fields(plan.large)`.
 
     Attributes:
         large_tables: method of the large tables.
         large_fields: fields of the large tables.
         small_tables: plain tables of the other fields; None without any.
         small_fields: the other fields.
-        optimizers: optimizers of the parameters that backward does not update.
+        optimizers: optimizers of the network's parameters; the backward pass updates tables.
+        pairs: first and second vector of each product, int64 [2, pairs].
     """
 
     pairs: Tensor
@@ -110,7 +116,7 @@ class Model(nn.Module):
         return log_odds.squeeze(1)
 
     def step(self, ids: Tensor, numbers: Tensor, labels: Tensor) -> None:
-        """Train on a batch."""
+        """Train on a batch: ids int64 `[B, F]`, numbers float32 `[B, C]`, labels float32 `[B]`."""
         loss = nn.functional.binary_cross_entropy_with_logits(self(ids, numbers), labels)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -120,17 +126,23 @@ class Model(nn.Module):
 
 
 def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> MethodTask:
-    """Return the large tables of the data as the task of a method."""
+    """Return the large tables of the data as the task of a method.
+
+    `share` is the permitted share of their bytes, `rate` the learning rate of tables.
+    """
     fields = data.large_fields(plan.large)
     rows = tuple(data.rows[f] for f in fields)
     return MethodTask(rows, plan.dim, share, rate, count_ids(data, fields))
 
 
 def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Model:
-    """Return an untrained model; equal plans lead to equal networks.
+    """Return an untrained model on the CPU; equal plans lead to equal networks.
 
-    `task` must be that of `task_of` for the same data and plan. The function seeds torch's
-    generator.
+    `method` is a key of METHODS. `task` must be that of `task_of` for the same data and plan, but
+    may have `trained` too. The function seeds torch's generator.
+
+    Raises:
+        Unsupported: the method cannot do the task.
     """
     torch.manual_seed(plan.seed)
     large_tables = METHODS[method](task)
@@ -149,7 +161,8 @@ def fit(
     Args:
         data: samples.
         plan: training.
-        make_model: function that returns an untrained model for a learning rate of tables.
+        make_model: function that returns an untrained model, on the device of the samples, for a
+            learning rate of tables.
         note: function that is called with the present activity.
     """
     candidates = []
@@ -177,9 +190,10 @@ def _fit_at_rate(data: Clicks, plan: TrainingPlan, model: Model, rate: float) ->
 
 
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
-    """Yield the indices of the training samples of each step of an epoch; the last may be shorter.
+    """Yield the indices of the training samples of each step of an epoch, int64, on the CPU.
 
-    The order depends on `plan.seed` and `epoch` only, so that it is the same for every model.
+    The last batch may be shorter. The order depends on `plan.seed`, `epoch` and the number of
+    samples only, so that it is the same for every model.
     """
     generator = torch.Generator().manual_seed(SEED_STEP * plan.seed + epoch)
     order = torch.randperm(data.ends[0], generator=generator)
@@ -188,7 +202,7 @@ def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def predict(model: Model, data: Clicks, samples: slice) -> Tensor:
-    """Return the log-odds of a slice of the samples."""
+    """Return the log-odds of a slice of the samples, float32 `[samples]`; set the model to eval."""
     model.eval()
     ids, numbers = data.ids[samples].split(CHUNK_SIZE), data.numbers[samples].split(CHUNK_SIZE)
     return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
@@ -204,7 +218,7 @@ def score(data: Clicks, samples: slice, log_odds: Tensor) -> Scores:
 def auc(labels: np.ndarray, log_odds: np.ndarray) -> float:
     """Return the share of (positive, negative) pairs in the right order; ties count as half.
 
-    `labels` are 0 and 1; the result is nan if one of these is missing.
+    `labels` [samples] are 0 and 1; the result is nan if all are equal.
     """
     from scipy.stats import rankdata  # slow to import; `Scores` and the models do not need it
 

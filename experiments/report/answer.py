@@ -68,31 +68,41 @@ def _rows_by_phase(run: Run, cell: str, arm: str) -> RowByPhase:
 
 
 def _headline_sentence(run: Run, step: dict[str, Any], baseline_step: dict[str, Any]) -> str:
-    """State what a step of the subject saves and costs on the headline workload."""
+    """State what a step of the subject saves and costs on the headline workload.
+
+    `step` and `baseline_step` are the rows of their steps in `run.table`.
+    """
     subject, baseline, ratio = run.subject.label, run.baseline.label, text.ratio(step)
-    weights, base_bytes = step["weights_bytes"], baseline_step["weights_bytes"]
-    cost = f"{subject} takes {ratio} the step time of {baseline}"
+    weights_bytes, baseline_bytes = step["weights_bytes"], baseline_step["weights_bytes"]
+    if weights_bytes == baseline_bytes:
+        name, saving = subject, ""
+        memory_note = f" with the same memory ({text.size(weights_bytes)})"
+    else:
+        compression = baseline_bytes / weights_bytes
+        sizes = f"{text.size(weights_bytes)} against {text.size(baseline_bytes)}"
+        memory = f"{text.fraction(compression)} {'of ' * (compression >= 1)}the memory"
+        name, saving = "it", f"{subject} needs {memory} of {baseline} ({sizes}); "
+        memory_note = ""
+    cost = f"{name} takes {ratio} the step time of {baseline}"
     if step["ratio_hi"] < 1:
-        faster = f"{subject} is {text.times(1 / step['ratio'])} as fast as {baseline}"
+        faster = f"{name} is {text.times(1 / step['ratio'])} as fast as {baseline}"
         cost = f"{faster}: it takes {ratio} its step time"
-    saving, memory_note = "", f" with the same memory ({text.size(weights)})"
-    if weights != base_bytes:
-        share, sizes = base_bytes / weights, f"{text.size(weights)} against {text.size(base_bytes)}"
-        share_words = "of the memory" if share >= 1 else "the memory"
-        saving = f"{subject} needs {text.fraction(share)} {share_words} of {baseline} ({sizes}); "
-        cost, memory_note = cost.replace(subject, "it", 1), ""
     scale = step["rows_scale"]
     scale_note = f" scaled to {text.digits(100 * scale)} % of the rows" if scale < 1 else ""
+    times = f"{text.seconds(step['median_s'])} against {text.seconds(baseline_step['median_s'])}"
     mode_note = "" if step["mode"] == Mode.hot.value else f", mode {step['mode']}"
-    verdict = text.verdict(step["verdict"])  # empty: too few processes
+    notes = f"({times}{mode_note}{_verdict_note(step)}){memory_note}"
+    return f"On {run.title(run.headline)}{scale_note}, {saving}{cost} {notes}."
+
+
+def _verdict_note(step: dict[str, Any]) -> str:
+    """Return "; <verdict>, <n> processes" for a row of a step; "" for too few processes."""
+    verdict = text.verdict(step["verdict"])
     processes = text.count(step["processes"], "process", "processes")
-    verdict_note = f"; {verdict}, {processes}" if verdict else ""
     if verdict == "unsure" and math.isfinite(step["visible"]):
         percent = f"{100 * step['visible']:.1f} %"
-        verdict_note = f"; unsure: {processes} can show differences of {percent} or more"
-    times = f"{text.seconds(step['median_s'])} against {text.seconds(baseline_step['median_s'])}"
-    notes = f"({times}{mode_note}{verdict_note}){memory_note}"
-    return f"On {run.title(run.headline)}{scale_note}, {saving}{cost} {notes}."
+        return f"; unsure: {processes} can show differences of {percent} or more"
+    return f"; {verdict}, {processes}" if verdict else ""
 
 
 def _torch_sentence(run: Run, cell: str) -> str:

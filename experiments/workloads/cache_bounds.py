@@ -1,10 +1,10 @@
 """Bounds on caches: hits that no policy can exceed on a trace, and the best fixed choice of rows.
 
 A trace is a sequence of batches; a batch is a set of distinct rows with a number of lookups each. A
-cache in front of a table probes all rows of a batch before it changes, so all lookups of a row hit
-or all miss. Then it may insert rows of the batch and evict any rows. A cache has only rows that
+cache in front of a table probes all rows of a batch before it changes, so that all lookups of a row
+hit or all miss. Then it may insert rows of the batch and evict any rows. A cache has only rows that
 were looked up before, and need not insert the rows that it missed. The first `num_warm` batches
-fill the cache and are not counted.
+fill the cache and are not counted. A capacity is a number of rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class RowTrace:
 
     @classmethod
     def of(cls, batches: Sequence[Ids], num_warm: int) -> RowTrace:
-        """Build from one batch or more of ids >= 0, which may repeat and have any order."""
+        """Build from at least one batch of ids >= 0, int64 [lookups] in any order, with repetition.
+
+        `num_warm` is the number of first batches that are not counted.
+        """
         accesses = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         batch_starts = np.cumsum([0, *(len(rows) for rows, _, _ in accesses)])
         rows, first_lookups, lookups = (
@@ -61,7 +64,7 @@ class RowTrace:
         return np.repeat(np.arange(len(self.batch_starts) - 1), np.diff(self.batch_starts))
 
     def counted_batches(self) -> Iterator[slice]:
-        """Yield a slice per counted batch, which selects its accesses."""
+        """Yield the slice of accesses of each counted batch."""
         for b in range(self.num_warm, len(self.batch_starts) - 1):
             yield slice(int(self.batch_starts[b]), int(self.batch_starts[b + 1]))
 
@@ -71,10 +74,15 @@ class RowTrace:
 
 
 def other_accesses(rows: Ids, periods: int, fill: int) -> Ids:
-    """Return per access the access to its row that is `periods` accesses earlier, or `fill`.
+    """Return per access the access to the same row `periods` accesses of that row earlier.
 
-    `rows` are the rows of all accesses, `periods` counts accesses to the same row; negative
-    `periods` look ahead.
+    Args:
+        rows: row of each access, int64 [accesses].
+        periods: number of accesses to the same row to go back; negative to go forward.
+        fill: result for accesses that have none.
+
+    Returns:
+        Numbers of accesses, int64 [accesses].
     """
     accesses = pd.Series(np.arange(len(rows)))
     return accesses.groupby(rows).shift(periods, fill_value=fill).to_numpy()
@@ -89,16 +97,16 @@ class Hits:
 
 
 def hits_per_batch(trace: RowTrace, is_hit: Reals | Ids) -> Hits:
-    """Return the hits per counted batch; `is_hit` is 1 or 0 per access of the whole trace."""
+    """Return the hits per counted batch; `is_hit` is 1 or 0 per access of the trace, [accesses]."""
     pairs = [(is_hit[s], trace.lookups[s]) for s in trace.counted_batches()]
     return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
 
 
 def offline_hits(trace: RowTrace, capacity: int) -> Hits:
-    """Return the hits of Belady's MIN, which serves the most accesses with `capacity` rows.
+    """Return the hits of Belady's MIN: no cache of `capacity` rows serves more accesses.
 
     Of its rows and the rows of a batch, the cache keeps those that are looked up again soonest. If
-    several rows recur in the same batch, it prefers those with more lookups: that serves more
+    several rows recur in the same batch, it prefers those with more lookups there: that serves more
     lookups and equally many rows.
     """
     next_accesses = trace.next_accesses()
@@ -160,7 +168,7 @@ def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> flo
     solves a linear program. Its dual problem has a price per batch for a row of the cache. Any
     prices bound the optimum from above; `num_steps` subgradient steps look for a low bound.
     """
-    begin, end, gain, num_rows = _intervals(trace)
+    begin, end, gain, num_rows = _cacheable_intervals(trace)
     num_batches = len(trace.batch_starts) - 1 - trace.num_warm
     price = np.zeros(num_batches)
     lowest_bound = float((gain * num_rows).sum())
@@ -184,7 +192,7 @@ def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> flo
     return lowest_bound
 
 
-def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
+def _cacheable_intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
     """Return the distinct intervals [begin, end) of batches between two accesses to a row.
 
     The four arrays are: begin, end, the lookups served if a row is cached through the interval, and
@@ -204,11 +212,11 @@ def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
 
 
 def expected_hit_rates(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
-    """Return the expected hit rates, per lookup and per distinct row, of a cache of likely rows.
+    """Return the expected hit rates, per lookup and per distinct row, of the most likely rows.
 
-    The cache has the `capacity` rows with the largest `probabilities`, [rows], of a draw. A batch
-    has n = `lookups` independent draws, so it has a row of probability p with probability
-    1 - (1 - p)^n.
+    The cache has the `capacity` rows with the largest `probabilities`, float64 [rows], of which the
+    sum is 1. A batch has n = `lookups` independent draws, so that a row of probability p is in it
+    with probability 1 - (1 - p)^n.
     """
     descending = np.sort(probabilities)[::-1]
     batch_probability = -np.expm1(lookups * np.log1p(-np.minimum(descending, 1 - 1e-15)))
@@ -228,8 +236,8 @@ class Policy(Enum):
 def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     """Run the trace through a fully associative cache; return the hits of the counted batches.
 
-    The cache does not evict rows of the current batch, and breaks ties of rank by row. If not all
-    new rows of a batch fit, it inserts those that the batch looks up first.
+    The cache does not evict rows of the current batch; of rows with equal rank it evicts the lowest
+    row first. If not all new rows of a batch fit, it inserts those that the batch looks up first.
     """
     num_rows = int(trace.rows.max(initial=0)) + 1
     is_row_cached = np.zeros(num_rows, bool)
@@ -257,7 +265,10 @@ def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
 
 
 def counter_samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
-    """Return lookups, rows and their hits as {counter of a cache: value per counted batch}."""
+    """Return the samples of a record: {counter: value per counted batch}.
+
+    The counters are lookups, lookup_hits, rows and row_hits.
+    """
     batches = list(trace.counted_batches())
     return {
         "lookups": [int(trace.lookups[s].sum()) for s in batches],

@@ -23,8 +23,8 @@ _MAX_TABLE_ROWS = 4096
 def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: float = 0.0) -> Ids:
     """Draw `count` ranks in 1..rows, int64 [count], with P(rank) ~ (rank + q)^-s; s = 0 is uniform.
 
-    Rejection-inversion (Hörmann & Derflinger 1996): draw from the continuous density with the same
-    exponent, round, and accept all but a few percent. Exact up to the rounding of float64.
+    The method is rejection-inversion (Hörmann & Derflinger 1996): draw from the continuous
+    density with the same exponent, round, and accept most draws. Exact up to rounding of float64.
     """
     if s == 0.0 or rows == 1:
         return rng.integers(1, rows + 1, count, dtype=np.int64)
@@ -53,7 +53,10 @@ def _mass(x: Reals, s: float, q: float) -> Reals:
 
 
 def integral(x: Reals, s: float, q: float) -> Reals:
-    """Return the antiderivative of (x + q)^-s that is 0 at x = 1 - q, exact near s = 1 too."""
+    """Return, for each x, the antiderivative of (x + q)^-s that is 0 at x = 1 - q.
+
+    It is accurate near s = 1 too.
+    """
     log = np.log(x + q)
     t = (1.0 - s) * log
     return log if s == 1.0 else log * np.where(np.abs(t) < 1e-12, 1.0, np.expm1(t) / (t + (t == 0)))
@@ -114,7 +117,7 @@ def _feistel(x: NDArray[np.uint64], half_bits: int, keys: NDArray[np.uint64]) ->
 
 
 def describe_distribution(params: Mapping[str, Any]) -> str:
-    """Return the distribution of ids of a record's `params` in words."""
+    """Return in words the distribution of ids of a record's `params`."""
     match params["distribution"]:
         case "uniform":
             return "uniform ids"

@@ -1,4 +1,7 @@
-"""Keys for hash tables: a numbering of keys, their values, and the calls of a workload."""
+"""Keys for hash tables: a numbering of keys, their values, and the calls of a workload.
+
+A *present* key is one that was inserted before the calls; a *new* key was never inserted.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # multiplier of Fibonacci hashing, as
 
 @dataclass(frozen=True)
 class KeySpace:
-    """A numbering of keys: key n is n (ranked) or its image under a seeded bijection of 64 bits."""
+    """A numbering of keys: key n is n (`Order.ranked`), or a hash of n that has 64 bits (permuted).
+
+    The hash is a bijection that depends on `seed`.
+    """
 
     order: Order
     seed: int
 
     def keys(self, numbers: Ids) -> Tensor:
-        """Return the keys of int64 `numbers`; distinct numbers have distinct keys."""
+        """Return the keys of `numbers`, int64 [keys]; distinct numbers have distinct keys."""
         if self.order is Order.ranked:
             return torch.from_numpy(numbers.copy())
         start = np.random.default_rng(self.seed).integers(0, 2**64, dtype=np.uint64)
@@ -37,12 +43,12 @@ class KeySpace:
         return torch.from_numpy((x ^ x >> np.uint64(31)).view(np.int64))
 
     def run(self, first: int, count: int) -> Tensor:
-        """Return `count` keys, of the numbers first, first + 1, ..."""
+        """Return the `count` keys of the numbers first, first + 1, ..., int64 [count]."""
         return self.keys(np.arange(first, first + count, dtype=np.int64))
 
 
 def values_of(keys: Tensor, dim: int) -> Tensor:
-    """Return values computed from the keys, float32 [keys, dim]; equal keys have equal values."""
+    """Return values computed from int64 keys, float32 [keys, dim]; equal keys have equal values."""
     hashes = keys * GOLDEN_RATIO >> 64 - VALUE_BITS & (1 << VALUE_BITS) - 1
     base = hashes.float() / (1 << VALUE_BITS)
     return base[:, None] + torch.arange(dim)
@@ -94,7 +100,7 @@ class Calls:
 
     @property
     def hits(self) -> float:
-        """Return the share of present keys in a call; a small table limits it."""
+        """Return the share of present keys in a call, which few present keys may limit."""
         return self.num_present / self.size
 
     def next(self, dim: int) -> Call:

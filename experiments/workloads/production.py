@@ -1,4 +1,4 @@
-"""Production-like row ids: a distribution fitted to published counts of a 2022 trace.
+"""Production-like row ids, drawn from a distribution fitted to published counts of a 2022 trace.
 
 Meta's dlrm_datasets has a trace of 788 tables with one batch of 131,072 samples. Its statistics
 (embedding_bag/2022/locality_stats.txt) state the number of rows that were looked up once, twice, 3
@@ -80,10 +80,11 @@ class RankSteps:
 
 @cache
 def rank_steps(rows: int) -> RankSteps:
-    """Return the distribution of ranks of a table of `rows` rows; it is cached: do not change it.
+    """Return the distribution of ranks of a table of `rows` >= 1 rows.
 
-    Sort the rows of all classes by popularity and cut them into `rows` equal parts: rank r is as
-    popular as part r. So on a small table one rank may cover several classes.
+    Sort the rows of all classes by popularity and divide them into `rows` equal groups: rank r is
+    as popular as group r. So on a small table one rank may cover several classes. Results are
+    cached: do not change them.
     """
     row_share = np.cumsum((CLASS_ROWS / CLASS_ROWS.sum())[::-1])
     lookups = (CLASS_ROWS * RATES)[::-1]
@@ -98,7 +99,7 @@ def rank_steps(rows: int) -> RankSteps:
 
 
 def draw_ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
-    """Draw `count` independent ranks in 1..rows, int64."""
+    """Draw `count` independent ranks in 1..rows, int64 [count]."""
     table_steps = rank_steps(rows)
     mass_up_to = np.cumsum(table_steps.mass)
     draws = rng.random(count) * mass_up_to[-1]
@@ -115,19 +116,22 @@ def draw_ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
 
 
 def probabilities(rows: int) -> Reals:
-    """Return the probability of each rank, [rows], rank 1 first."""
+    """Return the probability of each rank, float64 [rows], rank 1 first."""
     table_steps = rank_steps(rows)
     ranks_in_step = np.diff(table_steps.last, prepend=0)
     return np.repeat(table_steps.mass / ranks_in_step, ranks_in_step)
 
 
 def published_lookups(rows: int) -> int:
-    """Return the lookups of the published batch, scaled to a table of `rows` rows."""
+    """Return the number of lookups of the published batch, scaled to a table of `rows` rows."""
     return round(rows / ROWS_PER_DISTINCT * LOOKUPS / DISTINCT)
 
 
 def histograms(counts: Ids) -> tuple[Reals, Reals]:
-    """Return the share of rows and of lookups per bin, for rows with `counts` > 0 lookups each."""
+    """Return the shares of rows and of lookups in each bin, float64 [bins] each.
+
+    `counts` are the lookups of each row, int64 [rows], > 0.
+    """
     bin_of_row = np.searchsorted(EDGES, counts) - 1
     rows = np.bincount(bin_of_row, minlength=len(EDGES)) / max(1, len(counts))
     lookups = np.bincount(bin_of_row, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))

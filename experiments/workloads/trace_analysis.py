@@ -35,7 +35,9 @@ TABLE_CACHE_SHARE = 0.1  # cached rows ÷ rows looked up, for a cache per table
 
 
 def stack_distances(rows: Ids) -> Ids:
-    """Return per access the number of distinct other rows since the last access to its row.
+    """Return, for each access, the number of distinct other rows since the last access to its row.
+
+    `rows` are the rows of all accesses in their order, int64 [accesses].
 
     The first access to a row has NEVER. An LRU cache of C rows serves exactly the accesses with a
     distance below C (Mattson et al. 1970), so the distances give its hit rate at every size.
@@ -70,7 +72,7 @@ def batch_distances(trace: RowTrace) -> Ids:
 
 
 def _previous_accesses(rows: Ids) -> Ids:
-    """Return per access the previous one to the same row, -1 for the first."""
+    """Return, for each access, the previous access to the same row, -1 for the first."""
     return cache_bounds.other_accesses(rows, 1, -1)
 
 
@@ -174,7 +176,10 @@ def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
 
 
 def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """Return the probability of each block per exponent of `s`, [len(s), blocks]."""
+    """Return the probability of each block for each exponent of `s` and the offset `q`.
+
+    The result is float64 [len(s), blocks].
+    """
     ranks = np.arange(1, EXACT_RANKS + 1, dtype=np.float64)
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
@@ -190,24 +195,31 @@ def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
 
 @dataclass(frozen=True)
 class Lookups:
-    """Batches of ids, any integers, of one table or of several in one numbering."""
+    """The lookups of one table, or of several with one numbering, in batches.
+
+    Attributes:
+        batches: ids of each batch, any integers, [lookups].
+    """
 
     batches: Sequence[Ids]
 
     @cached_property
     def row_of_lookup(self) -> Ids:
-        """Return the row of each lookup; rows looked up are numbered from 0 in the order of ids."""
+        """Return the row of each lookup, int64 [lookups].
+
+        The distinct ids are numbered from 0 in ascending order: these numbers are the rows.
+        """
         ids = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
         return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def counts(self) -> Ids:
-        """Return the number of lookups of each row, [rows looked up], all > 0."""
+        """Return the number of lookups of each row, int64 [distinct ids], all > 0."""
         return np.bincount(self.row_of_lookup)
 
     @cached_property
     def starts(self) -> Ids:
-        """Return the first lookup of each batch, and the end, [batches + 1]."""
+        """Return the first lookup of each batch, and the end, int64 [batches + 1]."""
         return np.cumsum([0, *(len(batch) for batch in self.batches)])
 
     def slices(self) -> list[Ids]:
@@ -220,7 +232,11 @@ class Lookups:
 
 
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
-    """Return per batch the numbers of "lookups", of distinct "rows" and of "new" ones of these."""
+    """Return the lookups, the distinct rows and the new rows of each batch.
+
+    The keys are "lookups", "rows" and "new". A row is new in the first batch that
+    looks it up.
+    """
     is_used = np.zeros(len(lookups.counts), bool)
     counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
     for rows in lookups.slices():
@@ -372,9 +388,10 @@ class HitRatesByPolicy(TypedDict):
 
 
 def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
-    """Return the hit rates at `fractions` of the distinct rows, for LRU at further sizes too.
+    """Return the hit rates of caches of `fractions` of the distinct rows; of LRU at more sizes.
 
-    Sizes are rounded, at least 1, and equal ones are listed once.
+    Sizes are rounded to whole rows, at least 1, and equal sizes are listed once. The batches that
+    are not counted fill the caches.
     """
     counted = slice(int(trace.batch_starts[trace.num_warm]), None)
     distances, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]

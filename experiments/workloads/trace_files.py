@@ -50,10 +50,10 @@ class TableBags:
 
 
 def resolve(workload: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
-    """Complete a workload by the tables of its trace file.
+    """Return a workload completed by the tables of its trace file.
 
-    Sets sha256, columns, sizes (0: unknown), T, E (the largest size) and L (the mean number of ids
-    per bag of the first samples, rounded, at least 1).
+    Set are sha256, columns, sizes (0: unknown), T, E (the largest size) and L (the mean number of
+    ids per bag of the first LENGTH_SAMPLES samples, rounded, at least 1).
 
     Args:
         workload: workload with distribution=trace.
@@ -169,7 +169,7 @@ def _path(workload: WorkloadConfig) -> Path:
 
 @cache
 def _checksum(path: Path, size: int, modified_ns: int) -> str:
-    """Return the file's sha256; `size` and `modified_ns` only tell versions of the file apart."""
+    """Return the file's sha256, which is cached until size or time of the file change."""
     return emblib.trace.sha256(path)
 
 
@@ -216,7 +216,7 @@ def _blocks(
 
 @cache
 def _reader(path: Path, file_format: Format, size: int, modified_ns: int) -> Reader:
-    """Return the reader of a file; the last two arguments are as in `_checksum`."""
+    """Return the reader of a file, which is cached until size or time of the file change."""
     return READERS[file_format](path)
 
 

@@ -36,7 +36,7 @@ class TraceError(ValueError):
 
 @contextmanager
 def converting_read_errors(path: Path) -> Iterator[None]:
-    """Convert errors of libraries about a damaged or unreadable file to TraceError."""
+    """Return a context that converts errors about a damaged or unreadable file to TraceError."""
     try:
         yield
     except TraceError:
@@ -50,7 +50,11 @@ def converting_read_errors(path: Path) -> Iterator[None]:
 
 
 def open_text(path: Path) -> IO[str]:
-    """Open a text file, plain or .gz, and skip a byte-order mark."""
+    """Open a UTF-8 text file, plain or .gz, without its byte-order mark; the caller closes it.
+
+    Raises:
+        OSError: the file cannot be read; a damaged .gz raises when it is read.
+    """
     if path.suffix == ".gz":
         return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
     return open(path, newline="", encoding="utf-8-sig")
@@ -110,7 +114,7 @@ class TraceTable:
 
 
 class Reader(ABC):
-    """A trace file.
+    """A reader of a trace file.
 
     `__init__` raises TraceError for a missing file. For a file of another layout `__init__`,
     `tables` or iterating `blocks` raises it. Damage within the layout may raise errors of libraries
@@ -128,7 +132,7 @@ class Reader(ABC):
 
     @abstractmethod
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield blocks of about `size` samples, each with an entry per named table."""
+        """Yield blocks of up to `size` samples, a list with one entry per named table each."""
 
     def positions(self, names: Sequence[str]) -> list[int]:
         """Return the positions of the named tables, all of which must be in `tables()`."""
@@ -137,7 +141,7 @@ class Reader(ABC):
 
 
 class MappedReader(Reader):
-    """A file of tensors, of which at least the ids may be mapped into memory.
+    """A reader of tensors, of which at least the ids may be mapped into memory.
 
     Attributes:
         samples: number of samples of each table; the trace ends with the shortest of the requested
@@ -158,7 +162,7 @@ class MappedReader(Reader):
 
 
 class LineReader(Reader):
-    """A text file with a line per sample."""
+    """A reader of a text file with one line per sample."""
 
     @abstractmethod
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -177,7 +181,7 @@ class LineReader(Reader):
 
 
 class DlrmReader(MappedReader):
-    """A file of dlrm_datasets: torch.save of (indices, offsets, lengths), plain or .gz.
+    """A reader of a file of dlrm_datasets: torch.save of (indices, offsets, lengths), or its .gz.
 
     Bag t * B + b is sample b of table t; `lengths` is [T, B].
     """
@@ -230,7 +234,7 @@ class DlrmReader(MappedReader):
 
 
 class RecordedReader(MappedReader):
-    """A file of emblib.TraceRecorder."""
+    """A reader of a file of emblib.TraceRecorder."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -254,7 +258,7 @@ class RecordedReader(MappedReader):
 
 
 class CriteoReader(LineReader):
-    """A file of Criteo, plain or .gz: lines of label, 13 numbers and 26 hexadecimal categories.
+    """A reader of Criteo's files: lines of label, 13 numbers, 26 hexadecimal categories; or .gz.
 
     Tabs separate the fields. An empty category is an empty bag. Lines of a test set have no label.
     """
@@ -287,7 +291,7 @@ class CriteoReader(LineReader):
 
 
 class CsvReader(LineReader):
-    """A file with a line of names, then a line per sample, plain or .gz.
+    """A reader of CSV files, plain or .gz: a line of names, then one line per sample.
 
     Commas separate the fields. A field has an id, several ids separated by blanks, ';' or '|', or a
     list in brackets. In a quoted field commas separate ids too. An empty field is an empty bag. An
@@ -338,7 +342,10 @@ class CsvReader(LineReader):
 
 
 class ParquetReader(Reader):
-    """A parquet file with a row per sample: columns of integers or of lists of integers."""
+    """A reader of parquet files with one row per sample.
+
+    Tables are the columns of integers and of lists of integers.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -91,14 +91,14 @@ def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[Table
 
 
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
-    """Return the bytes of uncompressed float32 tables."""
+    """Return the bytes of uncompressed float32 tables of these shapes."""
     return sum(4 * s.rows * s.dim for s in shapes)
 
 
 def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
-    """Return the number of sets, of WAYS rows each, of a cache for `fraction` of all rows.
+    """Return the number of sets, of WAYS rows each, of a cache for `fraction` of all tables' rows.
 
-    It is rounded up, and at least one.
+    It is rounded up, and at least 1.
     """
     return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
 
@@ -106,12 +106,17 @@ def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
 def make_pool(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Pool:
-    """Make up to `count` >= 1 batches; equal arguments give equal batches.
+    """Make the batches of a workload; equal arguments give equal batches.
 
     Ids are in [0, rows) of their table, except those of a trace whose table has 0 rows (unknown).
+    For a trace, the lookups are those of its first batches, a short file has fewer batches, and ids
+    outside shrunk tables are folded.
 
-    For a trace, the lookups are those of its first batches, and the seed draws the gradients only.
-    A short file has fewer batches. Ids outside shrunk tables are folded.
+    Args:
+        workload: workload; a trace must be resolved (`trace_files.resolve`).
+        shapes: tables, which may have fewer rows than those of `workload`.
+        count: maximum number of batches, at least 1.
+        seed: seed of ids and gradients; for a trace of the gradients only.
 
     Raises:
         TraceError: the trace is missing, damaged, has no complete batch, or, with ids=exact, an id
@@ -143,7 +148,7 @@ def make_pool(
 def _lookups(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Iterator[list[trace_files.TableBags]]:
-    """Yield per batch and table the rows and the length of each bag."""
+    """Yield the batches, each a list of the bags of every table; arguments as for `make_pool`."""
     if workload.distribution is Distribution.trace:
         are_tables_shrunk = [s.rows for s in shapes] != list(table_rows(workload))
         if are_tables_shrunk:  # ids beyond the shrunk tables are expected
@@ -173,7 +178,10 @@ def _feature_ids(
 
 
 def probabilities(workload: WorkloadConfig, rows: int) -> distributions.Reals | None:
-    """Return the probability of each row, [rows], the most popular first; None for a trace."""
+    """Return the probability of each of `rows` rows, float64 [rows], the most popular first.
+
+    None for a trace.
+    """
     match workload.distribution:
         case Distribution.uniform:
             return distributions.zipf_probabilities(rows, 0.0)

@@ -102,9 +102,9 @@ def test_a_job_that_never_said_how_it_ended_is_a_broken_one(tmp_path: Path) -> N
     assert launch.read_end(tmp_path, 0) == {
         "status": 1,
         "seconds": 0.0,
-        "said": "began and never ended: killed?",
+        "last_line": "began and never ended: killed?",
     }
-    assert launch.read_end(tmp_path, 1)["said"] == "never began"
+    assert launch.read_end(tmp_path, 1)["last_line"] == "never began"
 
 
 # Processors

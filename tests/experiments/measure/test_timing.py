@@ -13,6 +13,7 @@ from experiments.config.schema import (
     Config,
     Distribution,
     Format,
+    Mode,
     TimingConfig,
     WorkloadConfig,
 )
@@ -69,6 +70,16 @@ def test_a_trace_of_fewer_batches_than_the_pool_is_timed(tmp_path: Path) -> None
     )
     phases = timing.whole_steps(contender, pool)
     assert phases["forward"](7).shape == (16, 4)  # as the gate calls it
+
+
+def test_a_mode_without_a_clock_is_unsupported_and_leaves_the_others() -> None:
+    work = WorkloadConfig(T=1, E=50, D=4, B=8, L=2)
+    modes = [Mode.graph, Mode.hot]  # a CPU has no clock of the first
+    config = Config(name="x", timing=TimingConfig(modes=modes, pool=2, warmup=0, max_rounds=1))
+    cell = Cell("sweep", "", work, (Arm("tbe"),))
+    records = timing.measure_cell(cell, Session(config, torch.device("cpu"), "run"), 1.0)
+    assert [(r["mode"], r["status"]) for r in records] == [("graph", "unsupported"), ("hot", "ok")]
+    assert "mode graph" in records[0]["reason"]
 
 
 def test_counters_are_those_of_one_pass_over_all_batches() -> None:
