@@ -232,7 +232,7 @@ def test_rows_know_their_last_step_however_late(name: str, start: int) -> None:
 def test_no_clipped_gradient_exceeds_its_bound(dtype: torch.dtype, bound: float) -> None:
     grad = torch.tensor([-5.0, -0.05, 0.0, 0.05, 5.0, float("inf")], dtype=dtype)
     clipped = autograd.clip_gradient(
-        grad, autograd.UpdateRule.of(optim.SGD(0.1, max_gradient=bound))
+        grad, autograd.UpdateRule.from_optimizer(optim.SGD(0.1, max_gradient=bound))
     )
     assert clipped.dtype == dtype
     assert float(clipped.double().abs().max()) <= bound

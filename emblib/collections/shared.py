@@ -329,7 +329,7 @@ class SharedReader(nn.Module):
                 module.first_table, self._num_features, self._pooling, device
             )
             self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
-        joint = table.joint.of_backward() if table.is_joint else None
+        joint = table.joint.gradient_sum() if table.is_joint else None
         return TableReading(self.features, table.dim, self._pooling, joint, self)
 
     def forward(

@@ -428,7 +428,7 @@ class HashIndex(nn.Module):
         # A batch of `num_new` misses; the values of its keys do not matter.
         ids = torch.zeros(num_new, dtype=torch.int64, device=device)
         slots = torch.full_like(ids, -1)
-        self._split_buckets(Keys.of(ids, table), slots, offsets, None, rows, Effects())
+        self._split_buckets(Keys.from_ids(ids, table), slots, offsets, None, rows, Effects())
 
     def erase(self, keys: Keys, effects: Effects | None = None) -> Tensor:
         """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none.

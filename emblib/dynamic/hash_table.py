@@ -169,7 +169,7 @@ class HashTable(SentAsCopy, nn.Module):
                 f"keys must be on the device of the table, {device}, got "
                 f"{keys.device}; move them with .to(device)"
             )
-        return Keys.of(keys)
+        return Keys.from_ids(keys)
 
     def _checked_values(self, keys: Keys, values: Tensor) -> Tensor:
         if not isinstance(values, Tensor) or values.is_complex():

@@ -149,7 +149,7 @@ class LastUses:
         # A copy: after an interruption the keys may be gone already.
         old_keys = entries[is_old, HashEntryColumn.KEY]
         keys: Tensor = effects.call_once(torch.ops.aten.clone.default, old_keys)
-        index.erase(Keys.of(keys, table), effects)
+        index.erase(Keys.from_ids(keys, table), effects)
         counts = keys.new_zeros(index.counters.shape)
         counts[table, HashCounter.EXPIRED] = keys.numel()
         counts[table, HashCounter.ERASED] = -keys.numel()

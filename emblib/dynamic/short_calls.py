@@ -54,7 +54,7 @@ class KeyedCalls:
         self._optimizer, self._buffers = module.optimizer, tuple(module._buffers.values())
         self._weights = module.weights
         self._weights_address = module.weights.data_ptr()
-        self.tiers, self.rule = tiers, autograd.UpdateRule.of(module.optimizer)
+        self.tiers, self.rule = tiers, autograd.UpdateRule.from_optimizer(module.optimizer)
         # None if no op has the optimizer.
         self._optimizer_code = codes.OPTIMIZER.get(self.rule.name)
         self._updates_in_backward = self.rule.gradient is None

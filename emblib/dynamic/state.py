@@ -220,7 +220,7 @@ class DynamicState:
         Raises:
             TypeError: the ids have another dtype.
         """
-        return Keys.of(as_keys(ids).to(self.index.tags.device), self.table_number(table))
+        return Keys.from_ids(as_keys(ids).to(self.index.tags.device), self.table_number(table))
 
     def update_of(self, keys: Keys, slots: Tensor, reads: BatchReads) -> TrainingUpdate:
         """Return the hooks for the backward of a lookup that found `keys` at `slots`."""

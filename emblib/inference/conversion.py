@@ -99,7 +99,7 @@ def for_inference(
 def _float_tables(source: Any) -> FloatTables:
     """Describe the tables of a module whose ids are row numbers."""
     if not isinstance(source, CachedTTEmbeddingBags):
-        return FloatTables.of(source)
+        return FloatTables.from_source(source)
     blocks: Any = source  # yields rows as tensor trains do, stored ones included
     return FloatTables(
         [TableSpec(s.rows, s.dim, s.name) for s in source.tables],

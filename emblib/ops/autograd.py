@@ -185,7 +185,7 @@ class UpdateRule(NamedTuple):
     maximize: bool
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "UpdateRule":
+    def from_optimizer(cls, optimizer: Optimizer) -> "UpdateRule":
         """Return the rule of an optimizer."""
         gradient, maximize = optimizer.leaves_gradient, optimizer.maximize
         return cls(optimizer.name, optimizer.max_gradient, gradient, maximize)
@@ -402,7 +402,15 @@ def apply_row_gradients(
     Gradients of a row that occurs several times are added up. `step_increment` is 1, or a float64
     scalar on the device: 0 if the gradients are not finite, when `locations` must have no rows.
     """
-    _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, step_increment)
+    _make_step(
+        tiers,
+        UpdateRule.from_optimizer(optimizer),
+        gradients,
+        batch,
+        locations,
+        None,
+        step_increment,
+    )
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
@@ -435,7 +443,7 @@ def fused_lookup(
     """
     row_weights = None if sample_weights is None else sample_weights.detach()
     weights = multiply_weights(sample_weights, decay)
-    rule = UpdateRule.of(optimizer)
+    rule = UpdateRule.from_optimizer(optimizer)
     return FusedLookup.apply(grad_anchor, tiers, rule, batch, weights, row_weights)
 
 
@@ -640,7 +648,7 @@ def lookup(
         batch,
         sample_weights,
         (output_dtype, gradient_dtype),
-        UpdateRule.of(optimizer),
+        UpdateRule.from_optimizer(optimizer),
         num_distinct,
         *parameters,
     )

@@ -151,7 +151,7 @@ class Keys(NamedTuple):
     tables: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, table: int = 0) -> "Keys":
+    def from_ids(cls, ids: Tensor, table: int = 0) -> "Keys":
         """Make a batch of ids, int64 `[L]`, that all belong to one table."""
         n = ids.numel()
         # 0 and n by one kernel: the host would wait for a copy.

@@ -75,7 +75,7 @@ class JointStep:
             self._anchor = anchor
         return self._anchor
 
-    def of_backward(self) -> GradientSum:
+    def gradient_sum(self) -> GradientSum:
         """Return the sum to which a lookup adds its gradient.
 
         It is this step or, within `adding_to`, the step of the outer backward.
@@ -179,7 +179,7 @@ def apply_contributions(
     Returns:
         0, or infinity for scaled gradients that are not finite; None if they are not scaled.
     """
-    rule = autograd.UpdateRule.of(optimizer)
+    rule = autograd.UpdateRule.from_optimizer(optimizer)
     if len(contributions) == 1:
         (contribution,) = contributions
         required = autograd.RequiredResults()

@@ -165,7 +165,7 @@ def _running_scale() -> _BackwardScale | None:
     return _scale_of_task.get(torch._C._current_graph_task_id())
 
 
-def known_scale() -> Tensor | None:
+def recorded_scale() -> Tensor | None:
     """Return the recorded scale of the running backward, a scalar tensor; None if there is none."""
     running = _running_scale()
     return None if running is None else running.scale
@@ -181,7 +181,7 @@ def scale_of_backward() -> Tensor | None:
     """
     if not (_scalers or _scale_of_task) or torch.compiler.is_compiling():
         return None
-    scale = known_scale()
+    scale = recorded_scale()
     if scale is None:
         for record in list(_scalers.values()):
             scaler = record.reference()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.scaled_gradients import known_scale, note_finite
+from emblib.ops.scaled_gradients import note_finite, recorded_scale
 from emblib.sharding.all_to_all import start_all_gather, start_minimum
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.codecs import ReceivedValues, SentValues, start_sending
@@ -280,7 +280,7 @@ class _RowsInFlight:
 
     def _add_to_scaling(self, grad: Tensor) -> None:
         """Add a gradient to the check for overflow, if a `GradScaler` scales the loss."""
-        scale = known_scale()
+        scale = recorded_scale()
         if scale is None:
             return
         if self._scaling is None:

@@ -44,12 +44,12 @@ class SpecKind(NamedTuple):
     """The class of specs that a module accepts.
 
     Attributes:
-        type: the class.
+        spec_class: the class.
         example: a spec, for error messages.
         advice: advice for specs of another class.
     """
 
-    type: type
+    spec_class: type
     example: str
     advice: str
 
@@ -79,7 +79,7 @@ class FusedTables(nn.Module):
     include_last_offset: bool
 
     __new__ = refuse_names_of_torch
-    tables: tuple[Any, ...]  # specs of the class `spec_kind.type`
+    tables: tuple[Any, ...]  # specs of the class `spec_kind.spec_class`
     total_rows: int  # rows of all tables
     spec_kind: ClassVar[SpecKind]
     has_row_gradients: ClassVar[bool] = True
@@ -144,11 +144,11 @@ class FusedTables(nn.Module):
     def _as_tuple(self, tables: Any) -> tuple[Any, ...]:
         """Return one spec, or a sequence of specs, as a tuple."""
         kind = self.spec_kind
-        if isinstance(tables, kind.type):
+        if isinstance(tables, kind.spec_class):
             return (tables,)
         if not isinstance(tables, Iterable):
             raise TypeError(
-                f"tables must be a list of {kind.type.__name__}, e.g. [{kind.example}], got "
+                f"tables must be a list of {kind.spec_class.__name__}, e.g. [{kind.example}], got "
                 f"{tables!r}"
             )
         return tuple(tables)
@@ -156,9 +156,9 @@ class FusedTables(nn.Module):
     def _check_tables(self) -> None:
         kind = self.spec_kind
         for t, spec in enumerate(self.tables):
-            if not isinstance(spec, kind.type):
+            if not isinstance(spec, kind.spec_class):
                 raise TypeError(
-                    f"tables[{t}] must be a {kind.type.__name__}, e.g. {kind.example}, got "
+                    f"tables[{t}] must be a {kind.spec_class.__name__}, e.g. {kind.example}, got "
                     f"{spec!r}; {kind.advice}"
                 )
         check_features(self.tables, self.feature_tables, self.pooling)
@@ -681,10 +681,10 @@ def table_number(names: Sequence[str], table: int | str) -> int:
 
 
 # Per table its `weight` and optimizer states by name, as views of the module's memory.
-Views = list[dict[str, Tensor]]
+TableViews = list[dict[str, Tensor]]
 
 
-def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
+def state_entries(names: Sequence[str], views: TableViews) -> Iterator[tuple[str, Tensor]]:
     """Yield (`<table>.<entry>`, tensor) of the views, table after table."""
     for name, tensors in zip(names, views, strict=True):
         for key, tensor in tensors.items():

@@ -45,13 +45,13 @@ from emblib.tables.durable_files import (
     check_free_space,
     close_in_forks,
     flush_directory,
-    lock,
+    lazy_zeros,
+    lock_file,
     make_directory,
-    reading,
+    raising_content_errors,
     replace_json,
     seal,
     unseal,
-    zeros,
 )
 from emblib.tables.journal import Block, Journal, warn_of_restart
 from emblib.tables.page_sums import (
@@ -146,7 +146,7 @@ class DiskStore:
         if not (self.directory / _STORE).exists():
             check_directory(self.directory, _CONTENT, _STORE)
         handles = contextlib.ExitStack()
-        handles.callback(os.close, lock(self.directory / LOCK, _CONTENT))
+        handles.callback(os.close, lock_file(self.directory / LOCK, _CONTENT))
         self._close_handles = weakref.finalize(self, handles.close)
         self._process = os.getpid()
         close_in_forks(self)
@@ -203,7 +203,10 @@ class DiskStore:
         self._journal = Journal(self.directory / _JOURNAL, [*self._blocks, *sum_blocks])
         handles.callback(self._journal.close)
         flush_directory(self.directory)  # the file names, before anything relies on them
-        self._is_journaled, self._is_verified = zeros(self._num_rows), zeros(self._num_rows)
+        self._is_journaled, self._is_verified = (
+            lazy_zeros(self._num_rows),
+            lazy_zeros(self._num_rows),
+        )
         if self.is_new:
             for sums in self._sums:
                 sums.accept_all()
@@ -236,7 +239,7 @@ class DiskStore:
         if not path.exists():
             self._write_store(0, [], _COMMITTED)
             flush_directory(self.directory)
-        with reading(path):
+        with raising_content_errors(path):
             saved = json.loads(path.read_text())
             layout = saved["layout"]
             self._lacks_sums = layout["format"] == FORMAT_WITHOUT_SUMS
@@ -272,7 +275,7 @@ class DiskStore:
         """
         rows = self._flat_rows(rows)
         has_read = False
-        for index, local_rows in self._by_block(
+        for index, local_rows in self._split_by_block(
             rows if len(self._blocks) == 1 else rows.sort().values
         ):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
@@ -294,7 +297,7 @@ class DiskStore:
             return
         rows = self._flat_rows(rows)
         rows = rows[self._is_verified[rows] == 0].unique()
-        for index, local_rows in self._by_block(rows):
+        for index, local_rows in self._split_by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
                 sums.verify(*_locate_rows(tensor, local_rows))
         self._is_verified[rows] = 1
@@ -322,7 +325,7 @@ class DiskStore:
             )
         return rows
 
-    def _by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _split_by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (block index, rows within the block, int64) for each block with some of `rows`.
 
         `rows` ascend, unless there is only one block.
@@ -359,11 +362,11 @@ class DiskStore:
         if self._may_change_all or not rows.numel():
             return
         rows = rows[self._is_journaled[rows] == 0].unique()
-        for index, local_rows in self._by_block(rows):
+        for index, local_rows in self._split_by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
                 sums.prepare_write(*_locate_rows(tensor, local_rows))
         with self._syncs.watch():
-            for index, local_rows in self._by_block(rows):
+            for index, local_rows in self._split_by_block(rows):
                 self._journal.begin(self._epoch)
                 for journaled_rows in self._journal.append(index, local_rows):
                     self._is_journaled[journaled_rows + self._blocks[index].first_row] = 1
@@ -395,9 +398,9 @@ class DiskStore:
                 self._epoch + 1, numbers, [t._version for t in self.user_tensors]
             )
             self._write_store(self._epoch + 1, numbers, _COMMITTED)
-            self._finish(self._committing)
+            self._finish_commit(self._committing)
 
-    def _finish(self, commit: "_Commit") -> None:
+    def _finish_commit(self, commit: "_Commit") -> None:
         """Start the epoch after a commit whose `store.json` is written; repeating it does nothing.
 
         Before this the journal would roll back to the previous commit.
@@ -406,14 +409,14 @@ class DiskStore:
         self._epoch = commit.epoch
         self.committed_numbers = commit.numbers
         self._may_change_all = False
-        self._is_journaled = zeros(self._num_rows)
+        self._is_journaled = lazy_zeros(self._num_rows)
         self._versions = commit.versions
         for sums, length in self._sums_and_lengths():
             sums.after_commit(length)
         self._journal.clear()
         self._committing = None
 
-    def _finish_interrupted(self) -> None:
+    def _finish_interrupted_commit(self) -> None:
         """Finish an interrupted commit, if it had replaced `store.json` already."""
         commit = self._committing
         if commit is None:
@@ -421,7 +424,7 @@ class DiskStore:
         saved = unseal(json.loads((self.directory / _STORE).read_text()))
         if int(saved["commit"]) == commit.epoch:
             with self._syncs.watch():
-                self._finish(commit)
+                self._finish_commit(commit)
         self._committing = None
 
     def _sums_and_lengths(self) -> Iterator[tuple[PageSums, int]]:
@@ -486,7 +489,7 @@ class DiskStore:
                 "lookups move rows: look up in the process that has the module"
             )
         self._syncs.check()
-        self._finish_interrupted()
+        self._finish_interrupted_commit()
 
     def _sync_files(self) -> None:
         for file in self._files:

@@ -305,7 +305,7 @@ class MappedFile:
         return torch.frombuffer(self.mapped, dtype=self.dtype)
 
 
-def zeros(count: int) -> Tensor:
+def lazy_zeros(count: int) -> Tensor:
     """Return uint8 zeros `[count]` that take memory only where written; forks get copies."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8, device="cpu")
@@ -340,7 +340,7 @@ def check_directory(directory: Path, content: str, known_file: str) -> None:
         )
 
 
-def lock(
+def lock_file(
     path: Path, content: str, remedy: str = "end it, or delete the module that has them"
 ) -> int:
     """Lock a file exclusively and return its handle, which holds the lock until it is closed.
@@ -565,7 +565,7 @@ def replace_json(path: Path, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def raising_content_errors(path: Path) -> Iterator[None]:
     """Context for reading a file of `replace_json`: errors of its content become RuntimeError."""
     try:
         yield

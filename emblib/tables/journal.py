@@ -112,7 +112,7 @@ class Journal:
         """
         max_rows = max(_MAX_BODY_BYTES // self.blocks[block_index].row_bytes, 1)
         for row_block in rows.split(max_rows):
-            self._append(self._pack_record(block_index, row_block))
+            self._end = self._write(self._pack_record(block_index, row_block))
             yield row_block
 
     def _pack_record(self, index: int, rows: Tensor) -> bytearray:
@@ -128,10 +128,6 @@ class Journal:
         head = _RECORD.pack(_RECORD_MAGIC, index, rows.numel(), checksum, 0)[: -_CHECKSUM.size]
         data[: _RECORD.size] = head + _CHECKSUM.pack(zlib.crc32(head))
         return data
-
-    def _append(self, data: bytes | bytearray) -> None:
-        """Append all of `data`, or none of it."""
-        self._end = self._write(data)
 
     def _write(self, data: bytes | bytearray) -> int:
         """Write all of `data` after the last record, or none; return the new end.

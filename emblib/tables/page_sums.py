@@ -20,7 +20,7 @@ from torch import Tensor
 
 from emblib.ops import pages as page_ops
 from emblib.specs import Verify
-from emblib.tables.durable_files import ChecksumError, fetch_rows, zeros
+from emblib.tables.durable_files import ChecksumError, fetch_rows, lazy_zeros
 
 PAGE_BYTES = 4096  # bytes that have one checksum
 SUMS_SUFFIX = ".crc"  # of the name of the file of checksums
@@ -100,7 +100,11 @@ class PageSums:
         self._sum_bytes = memoryview(b"")
         self.sums = torch.empty(0, SUM_BYTES, dtype=torch.uint8, device="cpu")
         # Flags per page: verified or written since opening; changed since the commit; journaled.
-        self._is_verified, self._is_changed, self._is_journaled = zeros(0), zeros(0), zeros(0)
+        self._is_verified, self._is_changed, self._is_journaled = (
+            lazy_zeros(0),
+            lazy_zeros(0),
+            lazy_zeros(0),
+        )
         self.all_verified = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
@@ -256,7 +260,7 @@ class PageSums:
         self.length = length
         self.all_verified |= self._all_changed
         self._all_changed = False
-        self._is_changed, self._is_journaled = (zeros(self.sums.shape[0]) for _ in range(2))
+        self._is_changed, self._is_journaled = (lazy_zeros(self.sums.shape[0]) for _ in range(2))
 
     def _sums_of(self, pages: Tensor, length: int, *, skip_holes: bool = False) -> Tensor:
         """Return the checksums of the present content of pages, uint8 `[n, 4]`."""
@@ -274,7 +278,7 @@ class PageSums:
 
 def _extend_flags(flags: Tensor, count: int) -> Tensor:
     """Return uint8 flags `[count]` that begin with `flags`; the others are 0."""
-    longer = zeros(count)
+    longer = lazy_zeros(count)
     longer[: flags.numel()] = flags
     return longer
 

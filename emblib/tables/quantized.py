@@ -328,7 +328,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 `padding_idx` or of mode max.
             ValueError: see the constructor and `write_rows`.
         """
-        tables = FloatTables.of(source)
+        tables = FloatTables.from_source(source)
         quantized = cls(
             tables.specs,
             bits,
@@ -584,7 +584,7 @@ class QuantizedEmbeddingBags(nn.Module):
         return self
 
     def _target_views(self) -> dict[str, Tensor]:
-        return dict(base.entries(self.table_names, self.table_views()))
+        return dict(base.state_entries(self.table_names, self.table_views()))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -742,7 +742,7 @@ class FloatTables(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, source: Any) -> "FloatTables":
+    def from_source(cls, source: Any) -> "FloatTables":
         """Describe the tables of `source`, see `from_float`; TypeError for another source.
 
         Cached tables are written back to memory first. Rows are not copied.

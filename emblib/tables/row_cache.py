@@ -217,7 +217,7 @@ class RowCache(nn.Module):
         self._initialise()
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         tables: TableLayout,
         names: Sequence[str],

@@ -192,7 +192,7 @@ class ShortCalls:
         self._is_cuda = self._device.type == "cuda"
         self._check = LookupBoundsCheck(module)
         self.tiers = tiers()
-        self.rule = autograd.UpdateRule.of(module.optimizer)
+        self.rule = autograd.UpdateRule.from_optimizer(module.optimizer)
         features = module.features
         self.batch = autograd.Lookup(  # with placeholders for indices and offsets
             features, features, features, None, module.pooling, module.total_rows, module.output_dim

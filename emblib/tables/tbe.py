@@ -178,7 +178,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         memory, states = self._memory, self.optimizer.states
         self.row_cache = self._prefetching_cache = None
         if memory.layout.cached_rows:
-            self.row_cache = RowCache.of(
+            self.row_cache = RowCache.from_options(
                 memory.layout, self.table_names, states, self.cache, self.precision, device
             )
             self._prefetching_cache = PrefetchingCache(
@@ -766,7 +766,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _checkpoint(self) -> dict[str, Tensor]:
         return {
-            **dict(base.entries(self.table_names, self.table_views())),
+            **dict(base.state_entries(self.table_names, self.table_views())),
             "hyper": self.hyperparams,
         }
 

@@ -401,7 +401,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             return tt.lookup(cores, batch, per_sample_weights)
         if self._frozen and not wants_sample_grad:
             return tt.lookup([core.detach() for core in cores], batch, per_sample_weights)
-        rule = autograd.UpdateRule.of(self.optimizer)
+        rule = autograd.UpdateRule.from_optimizer(self.optimizer)
         if not autograd.updates_in_backward(self.optimizer):
             self._unstepped.check(cores)
             return tt.DenseTTLookup.apply(
@@ -436,7 +436,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             torch.zeros_like(core, dtype=torch.float32) if core.grad is None else core.grad.float()
             for core in cores
         ]
-        rule = autograd.UpdateRule.of(self.optimizer)
+        rule = autograd.UpdateRule.from_optimizer(self.optimizer)
         detached = [core.detach() for core in cores]
         first_rows = self.core_layout.first_core_rows()
         tt.update_cores(detached, self.core_states(), self.hyperparams, rule, gradients, first_rows)

@@ -98,7 +98,7 @@ class ShortTTCalls:
         self._bounds_mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
         self._matmul_code = codes.MATMUL_PRECISION[module.precision.matmul.value]
         self._violations, self._report = module.bounds_violations, report_of(module)
-        self._rule = autograd.UpdateRule.of(module.optimizer)
+        self._rule = autograd.UpdateRule.from_optimizer(module.optimizer)
         self._optimizer_code = codes.OPTIMIZER[module.optimizer.name]
         self._pooling_code = codes.POOLING[module.pooling.value]
 

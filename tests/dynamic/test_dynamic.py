@@ -507,7 +507,9 @@ def test_keys_made_for_one_bucket_find_places(device: torch.device) -> None:
     """The hash depends on a number of the table, which follows from its seed and name."""
     keys = torch.tensor(crowd(2_000))
     bare = HashIndex([DynamicSpec(10_000, 1, eviction=Eviction.NONE)], device)
-    assert int((bare.insert(Keys.of(keys.to(device))).slots >= 0).sum()) == 64, "as they were made"
+    assert int((bare.insert(Keys.from_ids(keys.to(device))).slots >= 0).sum()) == 64, (
+        "as they were made"
+    )
     for name, seed in (("a", 0), ("b", 0), ("a", 1)):
         spec = DynamicSpec(10_000, 4, name=name, eviction=Eviction.NONE)
         table = _one(spec, device, seed=seed)

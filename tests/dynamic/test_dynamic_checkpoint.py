@@ -532,7 +532,7 @@ def test_checkpoints_from_before_hash_keys_are_loaded() -> None:
     assert counting.state_dict()["admission.sketches.hash_keys"].tolist() == [0, 0]
     spec = DynamicSpec(128, 1)
     first, second = HashIndex([spec]), HashIndex([spec], hash_keys=[5])
-    keys = Keys.of(torch.arange(100))
+    keys = Keys.from_ids(torch.arange(100))
     first.insert(keys)
     snapshot = first.snapshot()
     second.restore({**snapshot, "tables": snapshot["tables"][:, :5]})

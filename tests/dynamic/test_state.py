@@ -24,7 +24,7 @@ def insert(
     tables: DynamicState, ids: torch.Tensor, counts: torch.Tensor | None = None
 ) -> InsertedBatch:
     with tables.lock, torch.no_grad():
-        return training.insert_batch(tables, Keys.of(ids), counts)
+        return training.insert_batch(tables, Keys.from_ids(ids), counts)
 
 
 def test_a_batch_is_inserted_without_a_module() -> None:

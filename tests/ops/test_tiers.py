@@ -66,7 +66,7 @@ class StoreInMemory:
     ) -> tuple[Tensor, Tensor]:
         """Do what `tier_put_` does, with the ops that have a reference."""
         index = self.index
-        index.erase(hash.Keys.of(lifted))
+        index.erase(hash.Keys.from_ids(lifted))
         if not entries.shape[0]:
             return entries, values
         words = entries.T.contiguous()
@@ -79,7 +79,7 @@ class StoreInMemory:
             misses.counts[:count] = scores[misses.first[:count]]
 
         inserted = index.insert(
-            hash.Keys.of(keys),
+            hash.Keys.from_ids(keys),
             torch.zeros_like(keys) if is_scored else None,
             admit=rank_by_score if is_scored else None,
         )

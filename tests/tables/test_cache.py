@@ -38,7 +38,7 @@ def make(
     options = CacheConfig(sets=1) if options is None else options
     precision = Precision() if precision is None else precision
     names = [spec.name for spec in TABLES]
-    return RowCache.of(LAYOUT, names, optimizer.states, options, precision, device)
+    return RowCache.from_options(LAYOUT, names, optimizer.states, options, precision, device)
 
 
 def groups_of(rows: Tensor) -> Groups:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from emblib.tables.durable_files import (
     flush_directory,
-    lock,
+    lock_file,
     make_directory,
     open_fresh,
     replace_json,
@@ -137,7 +137,7 @@ class Writer:
         self.part = part
         make_directory(self.directory, "a dump")
         self._check_directory()
-        self._lock = lock(
+        self._lock = lock_file(
             self.directory / f"{part.name}.lock",
             "parts of a dump",
             "wait for it, or name another directory",

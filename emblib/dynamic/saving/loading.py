@@ -431,7 +431,7 @@ def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     """
     index, table = target.index, target.table
     device = index.tags.device
-    slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
+    slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
     order = entries_module.best_first(entries, index.order).cpu()
     missing_entries = order[slots[order] < 0]
     num_displaced = 0
@@ -441,7 +441,7 @@ def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     refused_entries = missing_entries[slots[missing_entries] < 0]
     if refused_entries.numel() and index.size(table) < index.capacity(table):
         num_displaced = _rearrange(target, entries.keys[refused_entries])
-        slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
+        slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
         refused_entries = refused_entries[slots[refused_entries] < 0]
     for block in refused_entries.split(_KEYS_PER_CALL) if index.order != "none" else ():
         block_slots, num_evicted = _insert_block(
@@ -450,7 +450,7 @@ def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         index.versions.note_inserted(index, table, block_slots)
         slots[block], num_displaced = block_slots, num_displaced + num_evicted
     if num_displaced:  # entries whose slots were found above may be displaced
-        slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
+        slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
     return slots, num_displaced
 
 
@@ -557,11 +557,11 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
 def erase(target: TableTarget, keys: Tensor) -> int:
     """Remove keys, int64 `[n]`; return how many distinct ones were in the table."""
     size_before = target.index.size(target.table)
-    target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
+    target.index.erase(Keys.from_ids(keys.to(target.index.tags.device), target.table))
     return size_before - target.index.size(target.table)
 
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:
     """Return the keys that are not in the table, int64 `[n]` on the CPU."""
-    slots = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
+    slots = target.index.find(Keys.from_ids(keys.to(target.index.tags.device), target.table))
     return keys.cpu()[slots.cpu() < 0]

@@ -48,13 +48,13 @@ from emblib.tables.durable_files import (
     check_directory,
     close_in_forks,
     flush_directory,
-    lock,
+    lazy_zeros,
+    lock_file,
     make_directory,
-    reading,
+    raising_content_errors,
     replace_json,
     seal,
     unseal,
-    zeros,
 )
 from emblib.tables.journal import Block, Journal, warn_of_restart
 from emblib.tables.page_sums import (
@@ -176,7 +176,7 @@ class RowFile:
         self.num_slots = 0
         self.committed = 0
         self.is_changing = False
-        self.journaled, self.in_fast_tier = zeros(0), zeros(0)
+        self.journaled, self.in_fast_tier = lazy_zeros(0), lazy_zeros(0)
         # The result of the last read, unless slots were assigned or freed since.
         self._last_read: _SlotsOfKeys | None = None
 
@@ -228,7 +228,7 @@ class RowFile:
         for file, sum_file, sums in zip(self._files, self._sum_files, self.sums, strict=True):
             sums.resize(file.mapped, sum_file.mapped)
             sums.length = self.committed * file.row_bytes
-        journaled, in_fast_tier = zeros(num_slots), zeros(num_slots)
+        journaled, in_fast_tier = lazy_zeros(num_slots), lazy_zeros(num_slots)
         if not at_commit:
             journaled[: self.num_slots] = self.journaled
             in_fast_tier[: self.num_slots] = self.in_fast_tier
@@ -395,7 +395,7 @@ class RowFile:
     def after_commit(self) -> None:
         """Record that the files hold the last commit."""
         self.committed = self.end_slot
-        self.journaled = zeros(self.num_slots)
+        self.journaled = lazy_zeros(self.num_slots)
         self.journaled[self.committed :] = 1
         for file, sums in zip(self._files, self.sums, strict=True):
             sums.after_commit(self.committed * file.row_bytes)
@@ -482,7 +482,7 @@ class DiskRows:
         make_directory(self.directory, _CLASS_NAME)
         if not (self.directory / _STORE).exists():
             check_directory(self.directory, _CLASS_NAME, _STORE)
-        self._lock, self._process = lock(self.directory / LOCK, _CLASS_NAME), os.getpid()
+        self._lock, self._process = lock_file(self.directory / LOCK, _CLASS_NAME), os.getpid()
         try:
             self._open_files()
         except BaseException:
@@ -544,7 +544,7 @@ class DiskRows:
     def _read_store(self) -> list[int]:
         """Read the file of the store; return the number of committed slots per table."""
         path = self.directory / _STORE
-        with reading(path):
+        with raising_content_errors(path):
             content = json.loads(path.read_text())
             layout = content["layout"]
             self._lacks_sums = layout["format"] == FORMAT_WITHOUT_SUMS
@@ -723,7 +723,7 @@ class DiskRows:
         if not self._is_committing or self._sync_guard.has_failed:
             return
         path = self.directory / _STORE
-        with reading(path):
+        with raising_content_errors(path):
             content = unseal(json.loads(path.read_text()))
             commit_number, note = int(content["commit"]), str(content["note"])
         if commit_number > self._commit_number or self._is_committed:

@@ -155,11 +155,11 @@ class HostRows:
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64).contiguous()
-        return self._read(table, keys, self._index(table).find(Keys.of(keys)))
+        return self._read(table, keys, self._index(table).find(Keys.from_ids(keys)))
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
-        self._index(table).erase(Keys.of(keys))
+        self._index(table).erase(Keys.from_ids(keys))
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
@@ -215,7 +215,7 @@ class HostRows:
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        return self._index(table).erase(Keys.of(keys)) >= 0
+        return self._index(table).erase(Keys.from_ids(keys)) >= 0
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""

@@ -84,7 +84,7 @@ class SlotAllocator:
             keys: int64 `[n]`, in any order; keys may repeat.
             is_hidden: uint8 by slot, nonzero for slots to return -1 for; None for none.
         """
-        slots = self._index.find(Keys.of(keys))
+        slots = self._index.find(Keys.from_ids(keys))
         slots_of_keys: Tensor = pages.file_slots(slots, self._by_slot, is_hidden)
         if self._overflow_keys:
             for i in (slots < 0).nonzero().view(-1).tolist():
@@ -113,7 +113,7 @@ class SlotAllocator:
         rows = RowBuffers(
             [self._by_slot], torch.tensor([[[0, 8]]], device="cpu"), self._advise_growth
         )
-        slots = self._index.insert(Keys.of(keys), rows=rows).slots
+        slots = self._index.insert(Keys.from_ids(keys), rows=rows).slots
         no_values = self._records.new_empty(keys.numel(), 0)
         tiers.tier_write_(self._records, slots, file_slots, no_values)
         lowest = int(slots.min()) if slots.numel() else 0
@@ -127,7 +127,7 @@ class SlotAllocator:
     def remove(self, keys: Tensor) -> None:
         """Free the slots of keys, which must be distinct and have one each."""
         self._push_free(self.find(keys))
-        slots = self._index.erase(Keys.of(keys))
+        slots = self._index.erase(Keys.from_ids(keys))
         for key in keys[slots < 0].tolist():
             del self._overflow_keys[key]
 
