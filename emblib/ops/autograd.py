@@ -402,15 +402,8 @@ def apply_row_gradients(
     Gradients of a row that occurs several times are added up. `step_increment` is 1, or a float64
     scalar on the device: 0 if the gradients are not finite, when `locations` must have no rows.
     """
-    _make_step(
-        tiers,
-        UpdateRule.from_optimizer(optimizer),
-        gradients,
-        batch,
-        locations,
-        None,
-        step_increment,
-    )
+    rule = UpdateRule.from_optimizer(optimizer)
+    _make_step(tiers, rule, gradients, batch, locations, None, step_increment)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
