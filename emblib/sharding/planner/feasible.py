@@ -249,54 +249,70 @@ def _cut_into_blocks(
     `rank_costs` are the costs of the other tables; they are changed and restored.
     """
     shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
+    free_nbytes = [_free_device_nbytes(rank_costs, rank) for rank in range(len(rank_costs.totals))]
+    common_nbytes = _max_common_nbytes(workload, problem)
+    shards: list[Shard] = []
+    begin = 0
+    for rank in sorted(range(len(free_nbytes)), key=lambda rank: (-free_nbytes[rank], rank)):
+        available_nbytes = free_nbytes[rank] - common_nbytes
+        rows = _rows_that_fit(shard_costs, available_nbytes, shape.rows - begin)
+        if rows > 0:
+            shards.append(Shard(rank, (begin, begin + rows), (0, shape.columns)))
+            begin += rows
+        if begin == shape.rows:
+            option = build_option(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
+            return place(rank_costs, option)
+    return None
+
+
+def _free_device_nbytes(rank_costs: RankCosts, rank: int) -> float:
+    """Return the free bytes of device memory of a rank, at the larger of its two peaks."""
+    # Fields 0 and 1 of `MemoryNeed` are the two peaks.
+    used = (rank_costs.nbytes[peak][rank] + rank_costs.common_nbytes[peak] for peak in (0, 1))
+    return rank_costs.free_memory[rank][0] - max(used)
+
+
+def _max_common_nbytes(workload: TableWorkload, problem: Problem) -> float:
+    """Return an upper bound of what any cut into at most one block per rank costs every rank.
+
+    These are bytes of device memory for batches and rows in transit, without the blocks themselves.
+    """
     world = problem.model.topology.world_size
-    row_unit = shape.row_unit  # blocks of rows are multiples of it
-
-    def block(rank: int, begin: int, rows: int) -> Shard:
-        return Shard(rank, (begin, begin + rows), (0, shape.columns))
-
-    def nbytes_of(rows: int) -> float:
-        return shard_costs.load(block(0, 0, rows), rows / shape.rows).nbytes.device
-
-    def free_nbytes_of(rank: int) -> float:
-        # Device memory at its two peaks, `combining` and `updating`.
-        used = (rank_costs.nbytes[pool][rank] + rank_costs.common_nbytes[pool] for pool in (0, 1))
-        return rank_costs.free_memory[rank][0] - max(used)
-
-    # An upper bound of the memory of every rank for a table cut into `world` blocks, without its
-    # rows. A rank receives at most one row per bag and block, or per id if rows are not pooled.
+    columns = shape_of(workload.config).columns
     equal_cost = problem.model.common_cost(
-        workload, [ShardShape(shape.columns, 1.0 / world, False)] * world
+        workload, [ShardShape(columns, 1.0 / world, False)] * world
     )
+    # A rank receives at most one row per bag and block, or per id if rows are not pooled.
     rows_sent = sum(
         reader.batch_size * max(reader.num_features, reader.ids_per_example)
         for reader in workload.by_reader
     )
-    received_nbytes = world * rows_sent * (shape.columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
-    common_nbytes = equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
-    # The bytes of a shard are nearly linear in its rows: estimate the rows, then correct them.
+    received_nbytes = world * rows_sent * (columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
+    return equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
+
+
+def _rows_that_fit(shard_costs: ShardCosts, available_nbytes: float, max_rows: int) -> int:
+    """Return the rows of a block that needs at most `available_nbytes`; 0 if none fits.
+
+    It is a multiple of the table's row unit, or `max_rows`, and about as large as possible.
+    """
+    shape = shape_of(shard_costs.workload.config)
+    row_unit = shape.row_unit
+
+    def nbytes_of(rows: int) -> float:
+        block = Shard(0, (0, rows), (0, shape.columns))
+        return shard_costs.load(block, rows / shape.rows).nbytes.device
+
     unit_nbytes, table_nbytes = nbytes_of(min(row_unit, shape.rows)), nbytes_of(shape.rows)
+    if available_nbytes < unit_nbytes:
+        return 0
+    # The bytes are nearly linear in the rows: estimate the rows, then correct them.
     nbytes_per_row = max((table_nbytes - unit_nbytes) / max(shape.rows - row_unit, 1), 1e-9)
-    shards: list[Shard] = []
-    begin = 0
-    for rank in sorted(range(world), key=lambda r: (-free_nbytes_of(r), r)):
-        available_nbytes = free_nbytes_of(rank) - common_nbytes
-        rows = 0
-        if available_nbytes >= unit_nbytes:
-            more_rows = int((available_nbytes - unit_nbytes) / nbytes_per_row)
-            rows = row_unit + more_rows // row_unit * row_unit
-        rows = min(rows, shape.rows - begin)
-        while rows > 0 and nbytes_of(rows) > available_nbytes:
-            rows -= rows % row_unit or row_unit
-        if rows > 0:
-            shards.append(block(rank, begin, rows))
-            begin += rows
-        if begin == shape.rows:
-            break
-    if begin < shape.rows:
-        return None
-    option = build_option(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
-    return place(rank_costs, option)
+    more_rows = int((available_nbytes - unit_nbytes) / nbytes_per_row)
+    rows = min(row_unit + more_rows // row_unit * row_unit, max_rows)
+    while rows > 0 and nbytes_of(rows) > available_nbytes:
+        rows -= rows % row_unit or row_unit
+    return rows
 
 
 _MAX_NAMES = 5  # tables that a message names
@@ -347,36 +363,44 @@ def no_plan_error(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanE
     order = sorted(range(len(workloads)), key=lambda table: (-needs[table], table))
     free_memory = [max(0.0, memory.device) for memory in problem.free_memory]
     too_large = [table for table in order if not _fits_alone(problem, table)]
-    needed = _min_total_nbytes(problem)
-    needed_text = f"all tables need {_format_need(needed)} at least"
     if too_large:
         missing = max((_missing_alone(problem, table) for table in too_large), key=sum)
         verb = "fits" if len(too_large) == 1 else "fit"
-        subject = (
+        shortage = (
             f"{_describe_tables(workloads, needs, too_large)} {verb} "
             f"nowhere, even with all memory free; at least {_format_need(missing)} short"
         )
     else:
-        free = (sum(pool) for pool in zip(*problem.free_memory, strict=True))
-        missing = MemoryBytes(*(max(0.0, n - f) for n, f in zip(needed, free, strict=True)))
-        subject = (
-            f"{needed_text}, {_format_need(missing)} more than there is"
-            if any(missing)
-            else f"{needed_text}, which is there in all, but no way was found to divide them so "
-            "that each shard fits"
-        )
+        shortage, missing = _describe_total_shortage(problem)
     tables_shown = too_large or order
     remedies = _remedies(problem, workloads, tables_shown, missing)
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     low, high = format_bytes(min(free_memory)), format_bytes(max(free_memory))
     free_range = f"{low} to {high}" if max(free_memory) > min(free_memory) else low
     message = (
-        f"no plan fits: {subject}. There are {ranks} with {free_range} each for tables and batches "
-        f"(after the reservation). Largest: {_describe_tables(workloads, needs, order)}. Ways out: "
-        f"{'; '.join(remedies)}"
+        f"no plan fits: {shortage}. There are {ranks} with {free_range} each for tables and "
+        "batches (after the reservation). "
+        f"Largest: {_describe_tables(workloads, needs, order)}. Ways out: {'; '.join(remedies)}"
     )
-    return PlanError(
-        message, [workloads[t].name for t in tables_shown], int(sum(missing)), remedies
+    names = [workloads[table].name for table in tables_shown]
+    return PlanError(message, names, int(sum(missing)), remedies)
+
+
+def _describe_total_shortage(problem: Problem) -> tuple[str, MemoryBytes]:
+    """Return a text and the missing bytes for tables that fit alone, but not together.
+
+    The missing bytes are 0 if all tables together need no more than there is.
+    """
+    needed = _min_total_nbytes(problem)
+    free = MemoryBytes(*(sum(pool) for pool in zip(*problem.free_memory, strict=True)))
+    missing = MemoryBytes(*(max(0.0, n - f) for n, f in zip(needed, free, strict=True)))
+    text = f"all tables need {_format_need(needed)} at least"
+    if any(missing):
+        return f"{text}, {_format_need(missing)} more than there is", missing
+    return (
+        f"{text}, which is there in all, but no way was found to divide them so that each shard "
+        "fits",
+        missing,
     )
 
 
