@@ -769,12 +769,19 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self._lookups_since = [0] * len(self.tables)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of cores and stored rows; as `trains.set_learning_rate`."""
+        """Set the learning rate of cores and stored rows.
+
+        Raises RuntimeError if the tables leave gradients for another optimizer, ValueError unless
+        `lr` is a finite number >= 0.
+        """
         self.trains.set_learning_rate(lr)
         self.rows.set_learning_rate(lr)
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Load saved `trains.hyperparams`, for cores and stored rows."""
+        """Load saved `trains.hyperparams`, for cores and stored rows.
+
+        Raises ValueError if the optimizer cannot have them.
+        """
         self.trains.load_hyperparams(values)
         self.rows.load_hyperparams(values)
 
@@ -788,7 +795,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
         index = self.row_of_slot.nbytes + self.key_of_row.nbytes
-        index += sum(t.nbytes for h in (self.index, self.counts) for t in h.index.tensors())
+        index += sum(
+            tensor.nbytes
+            for hash_table in (self.index, self.counts)
+            for tensor in hash_table.index.tensors()
+        )
         nbytes = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
         if self._spills:
             spill = rows["weights"] + rows["optimizer_state"]

@@ -90,7 +90,9 @@ class DynamicTable:
     about the whole table are equal. `local` acts on the shards of this rank alone, possibly none.
     Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
 
-    Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
+    Each shard is used under the lock of its module, so threads may call methods; a method is not
+    atomic over several shards. Get a handle with `tables[name]`, after the model has its optimizers
+    and is sharded.
 
     Attributes:
         name: name of the table.

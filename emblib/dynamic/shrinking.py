@@ -117,7 +117,7 @@ class _TableShrink:
         self._row_views = [*_slot_bytes(state, table)]
         self._tags = index.table_tags(table)[buckets * SLOTS_PER_BUCKET :]
         occupied_slots = self._tags.nonzero().view(-1) + buckets * SLOTS_PER_BUCKET
-        self._num_kept = num_keys - occupied_slots.numel()
+        self._num_remaining = num_keys - occupied_slots.numel()
         # The dissolved entries, the highest rank first. Entries from `_num_inserted` on are evicted
         # without an attempt to insert them.
         slots = occupied_slots[self._best_first(occupied_slots)]
@@ -179,7 +179,7 @@ class _TableShrink:
             ),
         )
         self._tags.zero_()
-        index.tables[table, HashTableColumn.SIZE] = self._num_kept
+        index.tables[table, HashTableColumn.SIZE] = self._num_remaining
         index.tables[table, HashTableColumn.BUCKETS] = self._buckets
 
     def _insert(self) -> hash.InsertResult:
@@ -203,17 +203,17 @@ class _TableShrink:
         return hash.InsertResult(*result[:3])
 
     def _copy_evicted(self, inserted: hash.InsertResult) -> _EvictedRows:
-        """Copy the entries that were evicted, and those that were not inserted, with their rows."""
+        """Copy the entries that were evicted, and those that found no slot, with their rows."""
         is_evicting = inserted.status == hash.EVICTING
         evicted, slots = inserted.evicted[is_evicting], inserted.slots[is_evicting]
         entries = self._slot_values[0]
-        is_left_out = torch.ones(entries.shape[0], dtype=torch.bool, device="cpu")
-        is_left_out[: self._num_inserted] = inserted.slots < 0
+        is_uninserted = torch.ones(entries.shape[0], dtype=torch.bool, device="cpu")
+        is_uninserted[: self._num_inserted] = inserted.slots < 0
         num_columns = entries.shape[1]
         return _EvictedRows(
-            torch.cat([evicted[:, :num_columns], entries[is_left_out]]),
+            torch.cat([evicted[:, :num_columns], entries[is_uninserted]]),
             [
-                torch.cat([view[slots], values[is_left_out]])
+                torch.cat([view[slots], values[is_uninserted]])
                 for view, values in zip(self._row_views, self._row_values, strict=True)
             ],
         )

@@ -60,7 +60,7 @@ class AgeHistogram:
         return self.total_age / self.num_keys if self.num_keys else math.nan
 
     def quantile(self, share: float) -> float:
-        """Return the upper bound of the bin below which `share` of the keys are; NaN without keys.
+        """Return the upper bound of the bin with the quantile `share`, in [0, 1]; NaN without keys.
 
         It is at most twice the exact quantile, or 1, and infinite in the last bin.
         """

@@ -53,7 +53,7 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         squared_norm = float(direction.square().sum())
         step_length = float((direction * residual).sum()) / squared_norm if squared_norm else 0.0
         while step_length > _MIN_STEP_LENGTH:
-            new_cores = [c + step_length * g for c, g in zip(cores, grads, strict=True)]
+            new_cores = [core + step_length * grad for core, grad in zip(cores, grads, strict=True)]
             new_squared_error = float(
                 (_rows_at(spec, new_cores, train_rows) - values).square().sum()
             )

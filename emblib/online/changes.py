@@ -90,7 +90,7 @@ class LookupHook:
 
     def _make_distinct(self) -> None:
         """Replace the recorded batches by the distinct rows of each table."""
-        rows_by_table: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
+        rows_by_table = {identity: [rows] for identity, rows in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
             valid_offsets = repair_offsets(offsets, ids.numel())
             num_bags = (valid_offsets.numel() - 1) // len(self.tables)
@@ -152,7 +152,11 @@ class Lookups:
         """Raise RuntimeError if rows may have changed that no hook has seen."""
         for key, module in self._modules.items():
             num_steps = module.step - self._steps[key]
-            hooks = [h for _, h in self._hooks if any(t.module is module for t in h.tables)]
+            hooks = [
+                hook
+                for _, hook in self._hooks
+                if any(table.module is module for table in hook.tables)
+            ]
             num_forwards = sum(hook.num_forwards for hook in hooks)
             if not 0 <= num_steps <= num_forwards:
                 raise RuntimeError(
@@ -171,7 +175,9 @@ class Lookups:
         self._steps = steps
         for _, hook in self._hooks:
             modules = {id(table.module): table.module for table in hook.tables}
-            unstepped = [m for key, m in modules.items() if steps[key] == previous_steps[key]]
+            unstepped = [
+                module for key, module in modules.items() if steps[key] == previous_steps[key]
+            ]
             if not any(module.optimizer.deferred for module in unstepped):
                 hook.forget()
 

@@ -92,7 +92,7 @@ class DirectorySink:
         segment_bytes: maximum bytes of a file, unless one record has more; then another is begun.
 
     Raises:
-        TypeError: `segment_bytes` is not an int.
+        TypeError: `directory` is not a path, or `segment_bytes` is not an int.
         ValueError: `segment_bytes` is below 1.
         BlockingIOError: another process writes to the directory; raised by `append`.
         LogError: the last file is damaged; raised by `append`.

@@ -233,7 +233,10 @@ def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[s
 
 
 def names_as_attributes(state: DynamicState) -> SimpleNamespace:
-    """Return the state dict entries that are not parameters or buffers, as attributes."""
+    """Return an attribute per state dict entry that is not a parameter or buffer.
+
+    torch.distributed.checkpoint only asks whether they exist; values are placeholders.
+    """
     table_attributes = SimpleNamespace(stamps=0, keys=0, scores=0, last_uses=0)
     for t in range(min(len(state.specs), 1)):
         table_attributes = SimpleNamespace(**vars(table_attributes), **state.table_rows(t))

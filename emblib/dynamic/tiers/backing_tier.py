@@ -187,10 +187,12 @@ class BackingTier:
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counts by table (reads the device)."""
-        named = zip(self.fast.table_names, self.fast.index.stats(), self._counts, strict=True)
+        index_stats = self.fast.index.stats()
         return {
             name: TierStats(lookups=index_counts["lookups"], hits=index_counts["hits"], **counts)
-            for name, index_counts, counts in named
+            for name, index_counts, counts in zip(
+                self.fast.table_names, index_stats, self._counts, strict=True
+            )
         }
 
     # Before the keys of a batch are inserted
@@ -312,7 +314,7 @@ class BackingTier:
     def record_one_op(self, placement: OneOpPlacement) -> None:
         """Record the placement of a batch; repeated calls have no further effect."""
         self._counts, self._overflow = placement.counts, placement.overflow
-        self._overflow_is_dirty = any(e.numel() for e in placement.overflow)
+        self._overflow_is_dirty = any(entries.numel() for entries in placement.overflow)
         self._moves = placement.moves if placement.moves else None
 
     # After the keys of a batch are inserted
@@ -430,7 +432,7 @@ class BackingTier:
             begin = end
         if placement.slots_by_position is not None:
             inserted.slots.copy_(placement.slots_by_position)
-        self._overflow_is_dirty = any(e.numel() for e in placement.overflow)
+        self._overflow_is_dirty = any(entries.numel() for entries in placement.overflow)
         self._moves = placement.moves
         if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
             return None
@@ -587,7 +589,9 @@ class BackingTier:
             )
         values = torch.empty(keys.numel(), self._row_bytes[table], dtype=torch.uint8, device="cpu")
         values[found.positions] = found.rows.values
-        value_bytes = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
+        value_bytes = [
+            layout.width(table, b) * dtype.itemsize for b, dtype in enumerate(layout.dtypes)
+        ]
         begin = sum(value_bytes[:buffer])
         bytes_of_buffer = values[:, begin : begin + value_bytes[buffer]]
         values_of_buffer = bytes_of_buffer.clone(memory_format=torch.contiguous_format).view(
