@@ -32,7 +32,7 @@ from emblib.dynamic.tt_cache import (
     TTCache,
     TTCacheStats,
     check_arguments,
-    least_used,
+    least_used_first,
 )
 from emblib.grad_mode import without_gradients
 from emblib.ops.autograd import updates_in_backward
@@ -524,7 +524,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         leaving_rows = is_leaving.nonzero().squeeze(1)
         if self._spills:  # only as many rows leave as host memory has no room for
             excess = max(len(new_keys) - int((stored_keys < 0).sum()), 0)
-            leaving_rows = least_used(stored_keys, leaving_rows, keys, uses)[:excess]
+            leaving_rows = least_used_first(stored_keys, leaving_rows, keys, uses)[:excess]
         self._replace_rows(table, leaving_rows, new_keys)
 
     def _stored_keys(self, table: int) -> Tensor:

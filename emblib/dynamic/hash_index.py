@@ -215,7 +215,7 @@ class HashIndex(nn.Module):
         """Return the hash key of a table."""
         return self._hash_keys[table]
 
-    def empty(self, table: int, hash_key: int | None = None) -> None:
+    def clear_table(self, table: int, hash_key: int | None = None) -> None:
         """Remove all keys of a table; its capacity stays, and so do its counters.
 
         Args:
@@ -239,7 +239,7 @@ class HashIndex(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        # Only a table without keys can get another hash key, see `empty`.
+        # Only a table without keys can get another hash key, see `clear_table`.
         unexpected: list[str] = arguments[3]
         unexpected.extend(
             key for key in state_dict if key.startswith(prefix) and key != prefix + HASH_KEYS

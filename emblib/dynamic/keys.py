@@ -208,7 +208,11 @@ _SIGN_BIT = -(1 << 63)  # flips the order of signed numbers to that of unsigned 
 
 
 def route(keys: Tensor) -> Tensor:
-    """Return the route of each key, a bijective hash, as int64 in the order of unsigned routes."""
+    """Return the route of each key, a bijective hash, as int64 `[n]`.
+
+    The sign bit is flipped, so that the order of the results is that of the routes as unsigned
+    numbers.
+    """
     return mix(mix(as_keys(keys))) ^ _SIGN_BIT
 
 

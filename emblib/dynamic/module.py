@@ -137,7 +137,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         if backing is not None:
             check_backing(backing)
             tables = backing.with_insert_policy(tables)
-            training.check_stored(tables)
+            training.check_storable(tables)
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         self.tables = TableSpecs(self.tables)
         self.include_last_offset = include_last_offset

@@ -352,7 +352,7 @@ def contains(state: DynamicState, table: int, ids: Tensor) -> Tensor:
     """Return which ids, int64 `[n]` on the CPU, are in a table, in any tier; bool `[n]` there."""
     is_present = state.index.find(state.keys_of(table, ids)).cpu() >= 0
     if state.backing is not None:
-        is_present |= ~torch.isin(ids, state.backing.absent(table, ids))
+        is_present |= ~torch.isin(ids, state.backing.absent_keys(table, ids))
     return is_present
 
 

@@ -348,7 +348,7 @@ class BatchInsertion:
             self._found_rows = state.backing.find_in_store(keys, misses)
         if state.admission is not None:
             if state.backing is not None:
-                in_store = state.backing.in_store(misses, self._found_rows)
+                in_store = state.backing.is_in_store(misses, self._found_rows)
             if self._admission_effects is None:
                 self._admission_effects = Effects()
             self._admission_effects.restart()
@@ -610,8 +610,8 @@ def _rows_of_new_keys(layout: RowLayout, keys: Keys, inserted: InsertedBatch) ->
     return torch.tensor(first_rows, device=tables.device)[tables] + inserted.result.slots[is_new]
 
 
-def check_stored(specs: Sequence[DynamicSpec]) -> None:
-    """Raise ValueError for specs that a backing store does not support."""
+def check_storable(specs: Sequence[DynamicSpec]) -> None:
+    """Raise ValueError if a backing store cannot hold the rows of a table."""
     for spec in specs:
         if len(spec.lifetimes) > 1:
             raise ValueError(

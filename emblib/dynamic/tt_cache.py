@@ -199,7 +199,7 @@ TT_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
 assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COUNTERS
 
 
-def least_used(stored_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
+def least_used_first(stored_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
     """Return rows that may leave in the order in which they do: the least used ones first.
 
     Of equally used rows the one with the larger key leaves first.

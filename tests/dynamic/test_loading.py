@@ -288,4 +288,4 @@ def test_erase_and_absent() -> None:
     loading.replace(there, given)
     some = torch.cat([given.keys[:5], torch.tensor([123456])])
     assert loading.erase(there, some) == 5
-    assert torch.equal(loading.absent(there, given.keys), given.keys[:5])
+    assert torch.equal(loading.absent_keys(there, given.keys), given.keys[:5])

@@ -126,7 +126,7 @@ def set_table_entries(
         else:
             state.backing.drop_overflow_rows()
             state.backing.store.clear(table)
-            state.index.empty(table, hash_key)
+            state.index.clear_table(table, hash_key)
             loaded = state.backing.load_entries(table, entries, report_once)
         if state.expiry is not None and not keeps_times:
             state.expiry.forget_times(table)

@@ -5,9 +5,9 @@ routes are in the f-th of F equal ranges; shard w of W has the keys of the w-th 
 So if F is a multiple of W, exactly one shard uses each fallback row. All shards have memory for all
 F rows.
 
-A checkpoint has one key of the range with each row, in `fallback.keys`. So a reader finds the shard
-of a fallback row as it finds that of any key, and notices rows of a table with another F, whose
-keys are others.
+For each fallback row, a checkpoint has one key of the row's range in `fallback.keys`. So a reader
+finds the shard of a fallback row as it finds the shard of any key. It also notices the rows of a
+table with another F, which has other keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ def names_of(state: DynamicState, table: int) -> list[str]:
 
 
 def rows_of_table(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the fallback rows of the table `name`, out of tensors named as by `named_rows`."""
+    """Return the fallback rows of table `name`, from tensors with the names of `named_rows`."""
     prefix = f"{name}.{FALLBACK}."
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 

@@ -353,7 +353,7 @@ def replace_unchecked(
     target: TableTarget, entries: Entries, report: Report | None = None
 ) -> Loaded:
     """Replace the entries of a table by others, which the caller has checked; see `replace`."""
-    target.index.empty(target.table, target.hash_key)
+    target.index.clear_table(target.table, target.hash_key)
     return _write_entries(target, entries, report, _place_all)
 
 
@@ -561,7 +561,7 @@ def erase(target: TableTarget, keys: Tensor) -> int:
     return size_before - target.index.size(target.table)
 
 
-def absent(target: TableTarget, keys: Tensor) -> Tensor:
+def absent_keys(target: TableTarget, keys: Tensor) -> Tensor:
     """Return the keys that are not in the table, int64 `[n]` on the CPU."""
     slots = target.index.find(Keys.from_ids(keys.to(target.index.tags.device), target.table))
     return keys.cpu()[slots.cpu() < 0]

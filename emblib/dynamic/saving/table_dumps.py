@@ -227,8 +227,8 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
     if state.backing is not None:
         state.backing.write_back()  # the store may drop rows for new ones
     logged_keys = state.eviction_log.since(table, since)
-    removed = loading.absent(target_of(state, table), logged_keys)
-    return removed if state.backing is None else state.backing.absent(table, removed)
+    removed = loading.absent_keys(target_of(state, table), logged_keys)
+    return removed if state.backing is None else state.backing.absent_keys(table, removed)
 
 
 @of_state
@@ -314,7 +314,7 @@ def apply_changes(
         for name, table_changes in changes.tables.items():
             t = state.table_number(name)
             if not size(state, t):
-                state.index.empty(t, hash_keys.get(t))
+                state.index.clear_table(t, hash_keys.get(t))
             loaded[state.table_names[t]] = _apply_to_table(state, t, table_changes, report_once)
             if state.scores is not None:
                 upserts = table_changes.upserts

@@ -241,8 +241,8 @@ class BackingTier:
         return FoundRows(found.positions[is_alive], found.rows.at(is_alive))
 
     @staticmethod
-    def in_store(misses: Misses, found_by_table: Sequence[FoundRows]) -> Tensor:
-        """Return which misses `find_in_store` found, bool `[L]`."""
+    def is_in_store(misses: Misses, found_by_table: Sequence[FoundRows]) -> Tensor:
+        """Return which misses `find_in_store` found, bool `[L]`, on the device of the misses."""
         is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool, device="cpu")
         for begin, found in zip(misses.offsets.tolist(), found_by_table, strict=False):
             is_stored[begin + found.positions] = True
@@ -659,7 +659,7 @@ class BackingTier:
         )
         return self.store.put(table, stored_rows).keys.numel()
 
-    def absent(self, table: int, keys: Tensor) -> Tensor:
+    def absent_keys(self, table: int, keys: Tensor) -> Tensor:
         """Write overflow rows back; return those of `keys`, on the CPU, that the store lacks."""
         self.write_back()
         is_stored = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
