@@ -723,7 +723,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         stored = StoredTables(self.rows.table_names, self._first_keys, self.rows.table_views())
         problems = [*stored.problems(state_dict, prefix)]
         if not problems:
-            state_dict.update(stored.resized(state_dict, prefix))
+            state_dict.update(stored.resized_entries(state_dict, prefix))
         if not state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1], problems):
             self._invalidate_choice()
             super()._load_from_state_dict(state_dict, prefix, *arguments)

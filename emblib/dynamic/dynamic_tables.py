@@ -20,33 +20,34 @@ class DynamicTables(Mapping[str, DynamicTable]):
 
     Args:
         tables: tables by name.
-        others: the kind of storage of tables that are not dynamic, by name, for errors.
+        other_storages: kind of storage of each table that is not dynamic, by name, for errors;
+            None for none.
     """
 
     def __init__(
-        self, tables: Mapping[str, DynamicTable], others: Mapping[str, str] | None = None
+        self, tables: Mapping[str, DynamicTable], other_storages: Mapping[str, str] | None = None
     ) -> None:
-        self._tables, self._others = dict(tables), dict(others or {})
+        self._tables, self._other_storages = dict(tables), dict(other_storages or {})
         self._by_path: dict[str, DynamicTable] = {}
 
     @classmethod
-    def joined(cls, tables_by_path: Mapping[str, DynamicTables]) -> DynamicTables:
+    def merge(cls, tables_by_path: Mapping[str, DynamicTables]) -> DynamicTables:
         """Merge the tables of several modules, given by the module's path in the model."""
         all_names = [
             name
             for tables in tables_by_path.values()
-            for name in (*tables, *tables._others)  # noqa: SLF001 - of the same class
+            for name in (*tables, *tables._other_storages)  # noqa: SLF001 - of the same class
         ]
-        joined = cls({})
+        merged = cls({})
         for path, tables in tables_by_path.items():
             prefix = f"{path}." if path else ""
             for name, table in tables.items():
-                joined._by_path[prefix + name] = table
-                joined._tables[name if all_names.count(name) == 1 else prefix + name] = table
-            for name, kind in tables._others.items():  # noqa: SLF001 - of the same class
-                joined._others.setdefault(name, kind)
-                joined._others[prefix + name] = kind
-        return joined
+                merged._by_path[prefix + name] = table
+                merged._tables[name if all_names.count(name) == 1 else prefix + name] = table
+            for name, kind in tables._other_storages.items():  # noqa: SLF001 - of the same class
+                merged._other_storages.setdefault(name, kind)
+                merged._other_storages[prefix + name] = kind
+        return merged
 
     def __getitem__(self, name: str) -> DynamicTable:
         """Return the handle of a table.
@@ -64,13 +65,13 @@ class DynamicTables(Mapping[str, DynamicTable]):
         paths = [path for path in self._by_path if path.endswith(f".{name}")]
         if len(paths) > 1:
             return f"several collections have a table {name!r}: name one of {sorted(paths)}"
-        if name in self._others:
+        if name in self._other_storages:
             return (
-                f"table {name!r} is stored as {self._others[name]}, and handles are of dynamic "
-                f"tables (storage=Hash()), here {sorted(self._tables)}; other tables have "
+                f"table {name!r} is stored as {self._other_storages[name]}, and handles are of "
+                f"dynamic tables (storage=Hash()), here {sorted(self._tables)}; other tables have "
                 "parameters and optimizer states only"
             )
-        names = [*self._tables, *self._by_path, *self._others]
+        names = [*self._tables, *self._by_path, *self._other_storages]
         close_names = difflib.get_close_matches(str(name), names, 3, 0.6)
         suggestion = ", ".join(map(repr, dict.fromkeys(close_names)))
         hint = f"; did you mean {suggestion}?" if suggestion else ""
@@ -123,4 +124,4 @@ def tables_of(model: nn.Module) -> DynamicTables:
         is_covered = any(not outer or path.startswith(f"{outer}.") for outer in by_path)
         if not is_covered and hasattr(module, "table_handles"):
             by_path[path] = module.table_handles()
-    return DynamicTables.joined(by_path)
+    return DynamicTables.merge(by_path)

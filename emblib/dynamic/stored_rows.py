@@ -83,7 +83,7 @@ class StoredTables(NamedTuple):
                 "saving"
             )
 
-    def resized(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    def resized_entries(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
         """Return entries to load for tables that have another number of rows, and `key_of_row`.
 
         Rows without a key are left out, or added as zeros, so that rows fit the views. {} if

@@ -150,11 +150,11 @@ class LogFollower:
             LogError: a record is damaged.
             OSError: a source cannot be read; sinks may raise errors of other types.
         """
-        unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
-        seconds = max((time.time() - oldest.time for oldest, _ in unapplied), default=0.0)
+        ranges = [*filter(None, (log.unapplied_range(self._is_new) for log in self._logs))]
+        seconds = max((time.time() - oldest.time for oldest, _ in ranges), default=0.0)
         if self._step is None:
             return Lag(None, max(seconds, 0.0))
-        num_steps = max((newest.step - self._step for _, newest in unapplied), default=0)
+        num_steps = max((newest.step - self._step for _, newest in ranges), default=0)
         return Lag(max(num_steps, 0), max(seconds, 0.0))
 
     def _is_new(self, record: Record) -> bool:
@@ -265,7 +265,7 @@ class LogFollower:
         An exception while tables are written leaves them at no boundary: the logs are read again
         from their oldest records, and the next boundary replaces the tables.
         """
-        records_by_log = [log.up_to(key) for log in self._logs]  # none is empty
+        records_by_log = [log.records_up_to(key) for log in self._logs]  # none is empty
         is_whole = self._boundary is None or any(
             records[-1].kind is RecordKind.SNAPSHOT for records in records_by_log
         )
@@ -413,7 +413,7 @@ class _Log:
         newest = self.pending[-1]
         return (newest.sequence, newest.time) == (record.sequence, record.time)
 
-    def up_to(self, key: BoundaryKey) -> list[Record]:
+    def records_up_to(self, key: BoundaryKey) -> list[Record]:
         """Return the pending records up to a boundary, which they include."""
         return [record for record in self.pending if record.key <= key]
 
@@ -422,7 +422,7 @@ class _Log:
         while self.pending and self.pending[0].key <= key:
             self.pending.popleft()
 
-    def unapplied(self, is_new: Callable[[Record], bool]) -> tuple[Record, Record] | None:
+    def unapplied_range(self, is_new: Callable[[Record], bool]) -> tuple[Record, Record] | None:
         """Return the oldest and the newest record to apply; None if there are none.
 
         It reads the log to its end, and does not keep the records that it reads. Another thread may

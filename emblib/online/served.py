@@ -541,7 +541,7 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     blocks: dict[int, list[TableChange]] = {}
     for change in changes:
         blocks.setdefault(change.first_column, []).append(change)
-    shards = [_newest(block_changes) for _, block_changes in sorted(blocks.items())]
+    shards = [_newest_rows(block_changes) for _, block_changes in sorted(blocks.items())]
     first_shard, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
     if any(not torch.equal(shard.keys, first_shard.keys) for shard in shards):
         raise LogError("the shards of a table by columns have logged different rows")
@@ -550,7 +550,7 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     return [first_shard._replace(weight=weight, first_column=0)]
 
 
-def _newest(changes: Sequence[TableChange]) -> TableChange:
+def _newest_rows(changes: Sequence[TableChange]) -> TableChange:
     """Return one change with the last row of each key."""
     keys = torch.cat([change.keys for change in changes])
     weight = torch.cat([change.weight for change in changes])

@@ -19,8 +19,8 @@ from emblib.tables.durable_files import sync_directory
 _SUFFIX = ".log"
 
 
-class Stored(NamedTuple):
-    """A record in a sink.
+class StoredRecord(NamedTuple):
+    """A record as `Sink.read` yields it.
 
     Attributes:
         position: position behind the record, to read on from.
@@ -54,9 +54,10 @@ class Sink(Protocol):
             starts_segment: whether `trim` may later remove all records before this one.
         """
 
-    def read(self, after: str | None = None) -> Iterator[Stored]:
+    def read(self, after: str | None = None) -> Iterator[StoredRecord]:
         """Yield the complete records behind a position, in order; None begins with the oldest.
 
+        Each is an object with the attributes of `StoredRecord`.
         If the records at the position were removed, it begins with the oldest one too; a sink
         should do so for a position behind the end of the log, where a new log has begun. The caller
         must not pass a position of another log. The iterator ends at the newest record.
@@ -171,7 +172,7 @@ class DirectorySink:
             os.close(self._file)
         self._file, self._segment_number, self._segment_size = file, self._segment_number + 1, 0
 
-    def read(self, after: str | None = None) -> Iterator[Stored]:
+    def read(self, after: str | None = None) -> Iterator[StoredRecord]:
         """See `Sink`; a position behind the end of the log begins with the oldest record.
 
         Raises:
@@ -190,7 +191,7 @@ class DirectorySink:
                 begin = end if number == first_segment else 0
                 yield from self._read_segment(number, begin, is_last=number == segments[-1])
 
-    def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[Stored]:
+    def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[StoredRecord]:
         """Yield the records of one file from `begin` on; stop at one that is being written."""
         path, offset = self._segment_path(number), begin
         try:
@@ -215,7 +216,7 @@ class DirectorySink:
                         "the log again, or have the trainer begin another"
                     )
                 offset = end
-                yield Stored(f"{number}:{offset}", data, location)
+                yield StoredRecord(f"{number}:{offset}", data, location)
 
     def trim(self, before: str) -> None:
         """See `Sink`; files are deleted, the newest first.
@@ -296,13 +297,13 @@ class RedisSink:
         position = self._client.xadd(self.stream, {b"record": record})
         return str(position.decode())
 
-    def read(self, after: str | None = None) -> Iterator[Stored]:
+    def read(self, after: str | None = None) -> Iterator[StoredRecord]:
         """See `Sink`; a position behind the end of the stream yields nothing."""
         after = after or "0-0"
         while response := self._client.xread({self.stream: after}, count=self._BATCH):
             for position, fields in dict(response)[self.stream.encode()]:
                 after = position.decode()
-                yield Stored(after, fields[b"record"], f"{self.stream} at {after}")
+                yield StoredRecord(after, fields[b"record"], f"{self.stream} at {after}")
 
     def trim(self, before: str) -> None:
         """See `Sink`; records need not have been written with `starts_segment`."""

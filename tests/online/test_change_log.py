@@ -18,7 +18,7 @@ from emblib import inference, optim
 from emblib.collections.optimizers.fused import FusedOptimizer
 from emblib.online import ChangeLog, ChangeLogError, DirectorySink, LogFollower
 from emblib.online.records import Record, decode
-from emblib.online.sinks import Stored
+from emblib.online.sinks import StoredRecord
 from emblib.storage import Hash, Hashed, TensorTrain
 from tests.interrupts import each_line
 from tests.thread_cases import in_fork
@@ -41,9 +41,9 @@ class Memory:
         self.records.append(record)
         return str(len(self.records))
 
-    def read(self, after: str | None = None) -> Iterator[Stored]:
+    def read(self, after: str | None = None) -> Iterator[StoredRecord]:
         for at, data in enumerate(list(self.records)[int(after or 0) :], int(after or 0) + 1):
-            yield Stored(str(at), data, f"record {at}")
+            yield StoredRecord(str(at), data, f"record {at}")
 
     def trim(self, before: str) -> None:
         error, self.trim_error = self.trim_error, None

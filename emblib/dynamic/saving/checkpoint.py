@@ -499,7 +499,7 @@ def check_child_state(
         }
         for child in state.child_modules()
     }
-    with naming(directory):
+    with mismatch_errors_of(directory):
         if state.admission is not None and by_child["admission"]:
             state.admission.check_state_dict(by_child["admission"])
         if state.scores is not None and by_child["scores"]:
@@ -515,8 +515,8 @@ def check_child_state(
 
 
 @contextlib.contextmanager
-def naming(directory: str | Path) -> Iterator[None]:
-    """Turn a ValueError of a check into a `DumpMismatchError` that names the directory."""
+def mismatch_errors_of(directory: str | Path) -> Iterator[None]:
+    """Return a context that raises a ValueError as a `DumpMismatchError` of a directory."""
     try:
         yield
     except ValueError as error:

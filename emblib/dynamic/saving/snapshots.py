@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from emblib.dynamic.saving import dumps
-from emblib.dynamic.saving.checkpoint import naming
+from emblib.dynamic.saving.checkpoint import mismatch_errors_of
 from emblib.dynamic.state import DynamicState, StateOwner, of_state
 from emblib.grad_mode import without_gradients
 
@@ -108,7 +108,7 @@ def load(state: DynamicState | StateOwner, directory: str | Path) -> None:
         RuntimeError: the module has a backing store.
     """
     snapshot = dumps.read(directory)
-    with naming(directory):
+    with mismatch_errors_of(directory):
         restore(state, snapshot)
 
 

@@ -380,7 +380,7 @@ class RowFile:
         slots = last_read.slots if last_read is not None and is_read else self.find_stored(keys)
         page_ops.mark_pages_([self.in_fast_tier], slots, 1, 0, 1)
 
-    def unjournaled(self, slots: Tensor) -> Tensor:
+    def unjournaled_slots(self, slots: Tensor) -> Tensor:
         """Return which of distinct slots, int64, have committed content that the journal lacks."""
         return page_ops.pages_without_mark(self.journaled, slots, 1, 0, 1)
 
@@ -590,7 +590,7 @@ class DiskRows:
         """Journal the last commit's content of slots, once between two commits."""
         self._sync_guard.check()
         row_file = self._row_files[table]
-        slots = row_file.unjournaled(slots)
+        slots = row_file.unjournaled_slots(slots)
         if slots.numel():
             with self._sync_guard.watch():
                 self._journal.begin(self._commit_number)
