@@ -82,13 +82,15 @@ class DynamicTable:
     """A dynamic table as a whole, wherever its shards are.
 
     If the table is sharded over several ranks, methods are collectives: all ranks call them. An
-    error on one rank is raised there, and as a RuntimeError on all others. Properties,
-    `local_shards`, `reserve` and options (`set_score`, `set_step`, `set_clock`, `track_...`) do not
-    communicate, but must be used in the same way on all ranks; a rank without shards checks their
-    arguments too, so that all ranks raise. Each rank passes any keys, possibly none, and gets
-    results for these keys, on the CPU. Other arguments must be equal on all ranks, and results
-    about the whole table are equal. `local` acts on the shards of this rank alone, possibly none.
-    Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
+    error on one rank is raised there, and as a RuntimeError on all others. Each rank passes any
+    keys, possibly none, and gets results for these keys, on the CPU. Other arguments must be equal
+    on all ranks, and results about the whole table are equal. Keys are int64, uint64 or int32 `[n]`
+    on any device. Methods wait for the device.
+
+    Properties, `local_shards`, `reserve` and options (`set_score`, `set_step`, `set_clock`,
+    `track_...`) do not communicate, but must be used in the same way on all ranks. A rank without
+    shards checks the arguments of options too; it cannot check whether a ttl is a time. `local`
+    acts on the shards of this rank alone, possibly none.
 
     Each shard is used under the lock of its module, so threads may call methods; a method is not
     atomic over several shards. Get a handle with `tables[name]`, after the model has its optimizers
