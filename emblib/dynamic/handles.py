@@ -574,10 +574,13 @@ class DynamicTable:
     def _map_numbered_shards(
         self, method: str, function: Callable[[DynamicState, int, int], T]
     ) -> list[T]:
-        """Return `function(state, index, number)` of every shard, on all ranks by number."""
+        """Return `function(state, index, number)` of every shard, on all ranks by number.
+
+        Each call holds the lock of the module of the shard.
+        """
+        call = dynamic_state.of_state(function)
         by_rank = self._run_on_all_ranks(
-            method,
-            lambda: {n: function(state, index, n) for n, state, index in self.local_shards()},
+            method, lambda: {n: call(state, index, n) for n, state, index in self.local_shards()}
         )
         merged = {number: value for values in by_rank for number, value in values.items()}
         return [merged[number] for number in sorted(merged)]

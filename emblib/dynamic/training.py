@@ -572,6 +572,7 @@ def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
     state.dropped_updates += is_stale.sum()
 
 
+@of_state
 def track_optimizer_state(state: DynamicState, optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer's state of a row reset whenever a new key gets the row.
 
