@@ -769,19 +769,12 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self._lookups_since = [0] * len(self.tables)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of cores and stored rows.
-
-        Raises RuntimeError if the tables leave gradients for another optimizer, ValueError unless
-        `lr` is a finite number >= 0.
-        """
+        """Set the learning rate of cores and stored rows; raise as `trains.set_learning_rate`."""
         self.trains.set_learning_rate(lr)
         self.rows.set_learning_rate(lr)
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Load saved `trains.hyperparams`, for cores and stored rows.
-
-        Raises ValueError if the optimizer cannot have them.
-        """
+        """Load saved `trains.hyperparams`, for both; raise ValueError if they do not fit."""
         self.trains.load_hyperparams(values)
         self.rows.load_hyperparams(values)
 
@@ -794,12 +787,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         `optimizer_state` the states of the cores.
         """
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
-        index = self.row_of_slot.nbytes + self.key_of_row.nbytes
-        index += sum(
-            tensor.nbytes
-            for hash_table in (self.index, self.counts)
-            for tensor in hash_table.index.tensors()
-        )
+        tensors = [*self.index.index.tensors(), *self.counts.index.tensors()]
+        index = sum(t.nbytes for t in (self.row_of_slot, self.key_of_row, *tensors))
         nbytes = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
         if self._spills:
             spill = rows["weights"] + rows["optimizer_state"]
