@@ -71,7 +71,7 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
 
 
 def read(path: Path) -> dict[str, bytes]:
-    """Return {name: content} of a bundle, SUMS included.
+    """Return {name: content} of a bundle, SUMS included; every name and checksum is checked.
 
     Raises:
         BundleError: there is no such file, it cannot be read, it would unpack to more than

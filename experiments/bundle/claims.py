@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.report.data import Run, select
 
-HIT_RATE_TOLERANCE = 0.005  # of a hit rate, a share of 1; the same as the gate's
+HIT_RATE_TOLERANCE = 0.005  # absolute tolerance of a hit rate, a share of 1; equal to the gate's
 TIME_TOLERANCE = 0.25  # relative tolerance of a ratio of times by default
 NO_INTERVAL = "one process gives no interval: measure in more of them (--timing standard)"
 RULE = (
@@ -23,7 +23,7 @@ RULE = (
 
 
 class Measure(Enum):
-    """The kind of a claim's number; bundle.json has the name."""
+    """The kind of a claim's number; bundle.json has its name, reports have its value."""
 
     ratio = "ratio of times"
     hit_rate = "hit rate"
@@ -75,7 +75,7 @@ class CheckedClaim:
 
     Attributes:
         claim: claim of the bundle.
-        outcome: whether it holds.
+        outcome: result of measuring it again.
         new_claim: the same claim of the new run; None if that has no such number or other batches.
         reason: why it could not be compared; "" if it was.
     """
@@ -134,7 +134,7 @@ def _byte_claims(run: Run) -> list[Claim]:
     return list(claims.values())
 
 
-def compare(
+def check_claims(
     packed_claims: Sequence[Claim],
     new_claims: Sequence[Claim],
     missing_reasons: Mapping[str, str],

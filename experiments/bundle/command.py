@@ -63,9 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run an action; return the exit status.
+    """Run an action; return the exit status, see EXIT_STATUS_HELP.
 
     A BundleError is printed; the status is then 3 for `verify`, and 2 for the other actions.
+
+    Raises:
+        UsageError: an option has a wrong value, a file is missing, or this machine cannot measure.
+        OSError: the bundle cannot be written.
     """
     try:
         if arguments.action == "pack":
@@ -83,12 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _pack(parsed: argparse.Namespace) -> int:
     """Pack runs, print notes and the bundle's id; return exit status 0."""
     with pack.scratch_folder() as folder:
-        packed = pack.pack(parsed.runs, parsed.out, Path(folder))
-    for note in packed.notes:
+        result = pack.pack(parsed.runs, parsed.out, Path(folder))
+    for note in result.notes:
         print(f"note: {note}")
-    size = text.size(packed.path.stat().st_size)
-    print(f"{packed.path}: {packed.num_runs} runs, {packed.num_claims} claims, {size}")
-    print(f"bundle {packed.bundle_id}")
+    size = text.size(result.path.stat().st_size)
+    print(f"{result.path}: {result.num_runs} runs, {result.num_claims} claims, {size}")
+    print(f"bundle {result.bundle_id}")
     return 0
 
 
@@ -109,16 +113,16 @@ def _verify(parsed: argparse.Namespace) -> int:
         raise UsageError(f"there is no file {parsed.bundle}")
     with pack.scratch_folder() as folder:
         unpacked = Path(folder) / "bundle"
-        checked = check(parsed.bundle, unpacked)
-        for note in checked.notes:
+        verification = check(parsed.bundle, unpacked)
+        for note in verification.notes:
             print(f"note: {note}")
-        for problem in checked.problems:
+        for problem in verification.problems:
             print(f"WRONG {problem}")
-        runs = checked.description["runs"]
-        if checked.problems:
-            print(f"{len(checked.problems)} problem(s) in {len(runs)} runs")
+        runs = verification.description["runs"]
+        if verification.problems:
+            print(f"{len(verification.problems)} problem(s) in {len(runs)} runs")
             return 3
-        numbers = f"{checked.num_compared} numbers of {len(runs)} runs"
+        numbers = f"{verification.num_compared} numbers of {len(runs)} runs"
         print(f"checksums hold; {numbers} follow from samples")
         if not parsed.rerun:
             return 0
@@ -128,7 +132,14 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _rerun(
     runs: Sequence[pack.RunEntry], unpacked: Path, folder: Path, parsed: argparse.Namespace
 ) -> int:
-    """Measure the chosen runs again, print the outcomes of their claims; return the exit status."""
+    """Measure the runs of --only, or all, again; print the outcomes; return the exit status.
+
+    `unpacked` is the folder of the unpacked bundle; the new runs go into `folder`, which does not
+    exist yet.
+
+    Raises:
+        UsageError: the bundle lacks an experiment of --only.
+    """
     from experiments.bundle.rerun import measure_again
 
     names = {str(entry["experiment"]) for entry in runs}

@@ -70,7 +70,7 @@ class BundleDescription(TypedDict):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackResult:
     """The result of packing.
 
     Attributes:
@@ -88,7 +88,7 @@ class Packed:
     notes: list[str]
 
 
-def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
+def pack(directories: Sequence[Path], out: Path, folder: Path) -> PackResult:
     """Pack runs into a bundle.
 
     Args:
@@ -139,7 +139,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     contents["bundle.json"] = (json.dumps(description, indent=1) + "\n").encode()
     contents["REPRODUCE.md"] = reproduce(description).encode()
     bundle_id = archive.write(out, contents)
-    return Packed(out, bundle_id, len(runs), sum(len(r["claims"]) for r in runs), notes)
+    return PackResult(out, bundle_id, len(runs), sum(len(r["claims"]) for r in runs), notes)
 
 
 def _folder_in_bundle(directory: Path, used_names: Sequence[str]) -> str:
@@ -172,7 +172,9 @@ def _copy_rebuilt(directory: Path, target: Path) -> Run:
     """Copy a run and render its tables and reports again; return the copy.
 
     Reports of kinds with a `rebuild` function, such as the gate's, are copied unchanged.
-    BundleError if the run cannot be read or rendered.
+
+    Raises:
+        BundleError: the run cannot be read, or its report cannot be rendered.
     """
     try:
         run = Run.read(directory)
@@ -208,7 +210,7 @@ def reproduce(description: BundleDescription) -> str:
 
 
 def run_entry(name: str, run: Run) -> RunEntry:
-    """Return a run's entry of bundle.json."""
+    """Return a run's entry of bundle.json; `name` is its folder in the bundle."""
     environment = run.environment
     return {
         "folder": name,
@@ -269,5 +271,5 @@ def harness_digest() -> str:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder, in which reports are rebuilt."""
+    """Create a temporary folder in which reports are rebuilt; leaving the context deletes it."""
     return tempfile.TemporaryDirectory(prefix="emblib-bundle-")

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import configure
 from experiments.bundle.archive import BundleError
-from experiments.bundle.claims import CheckedClaim, Claim, ClaimOutcome, claims_of, compare
+from experiments.bundle.claims import CheckedClaim, Claim, ClaimOutcome, check_claims, claims_of
 from experiments.config.schema import (
     Config,
     DeviceKind,
@@ -71,7 +71,7 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     packed.rerun = Rerun.all.value
     if preset:
         source = CONF / "timing" / f"{preset}.yaml"
-        pool = packed.timing.pool  # kept: with another number of batches, other work is measured
+        pool = packed.timing.pool  # not the preset's: other batches would be other work
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
@@ -120,7 +120,7 @@ def measure_again(
     new_run = Run.read(info_files[-1].parent)
     other_cells = cells_with_other_batches(packed_run, new_run)
     comparable = [c for c in claims if c.about.partition(" · ")[0] not in other_cells]
-    findings = compare(comparable, claims_of(new_run), missing_reasons(new_run), tolerance)
+    findings = check_claims(comparable, claims_of(new_run), missing_reasons(new_run), tolerance)
     findings += _mark_unmeasured(
         [c for c in claims if c not in comparable], "its batches were not the same"
     )
@@ -132,7 +132,7 @@ def _mark_unmeasured(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]
 
 
 def missing_reasons(run: Run) -> dict[str, str]:
-    """Return the reasons of a run's failures, by `Claim.about` of the claims that they rule out."""
+    """Return the reasons of a run's failures, by `Claim.about` of the claims that lack a number."""
     reasons = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
@@ -160,7 +160,8 @@ def measure_packed(path: Path, folder: Path, preset: str) -> int:
     The arguments are those of `load_packed_config`.
 
     Raises:
-        UsageError: see `load_packed_config`, or this machine cannot run the configuration.
+        BundleError, UsageError: see `load_packed_config`.
+        UsageError: this machine cannot run the configuration.
     """
     config = load_packed_config(path, folder, preset)
     from experiments.run import runner

@@ -41,7 +41,7 @@ class _PageText(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: list[str] = []
+        self.texts: list[str] = []
         self._ignored_elements: list[str] = []  # open ones, the innermost last
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
@@ -54,7 +54,7 @@ class _PageText(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self._ignored_elements and data.strip():
-            self.pieces.append(data.strip())
+            self.texts.append(data.strip())
 
 
 def page_problems(packed: Path, rebuilt: Path) -> list[str]:
@@ -67,24 +67,23 @@ def page_problems(packed: Path, rebuilt: Path) -> list[str]:
         if not (packed / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
             continue
-        packed_text, rebuilt_text = _text_pieces(packed / name), _text_pieces(rebuilt / name)
-        if difference := _quote_difference(packed_text, rebuilt_text):
+        if difference := _quote_difference(_read_texts(packed / name), _read_texts(rebuilt / name)):
             problems.append(f"{name} does not say what the samples say: {difference}")
     return problems
 
 
-def _text_pieces(path: Path) -> list[str]:
+def _read_texts(path: Path) -> list[str]:
     """Return the lines of a Markdown file, or the texts of an HTML page, without empty ones."""
     if path.suffix == ".md":
         return [line for line in path.read_text().splitlines() if line.strip()]
     reader = _PageText()
     reader.feed(path.read_text())
-    return reader.pieces
+    return reader.texts
 
 
-def _quote_difference(packed_text: Sequence[str], rebuilt_text: Sequence[str]) -> str:
-    """Return a sentence with the first difference of two texts; "" if they are equal."""
-    for packed, rebuilt in zip_longest(packed_text, rebuilt_text, fillvalue=""):
+def _quote_difference(packed_texts: Sequence[str], rebuilt_texts: Sequence[str]) -> str:
+    """Return a sentence with the first difference of two lists of texts; "" if they are equal."""
+    for packed, rebuilt in zip_longest(packed_texts, rebuilt_texts, fillvalue=""):
         if packed != rebuilt:
             pairs = enumerate(zip(packed, rebuilt, strict=False))
             position = next((i for i, (a, b) in pairs if a != b), min(len(packed), len(rebuilt)))
@@ -119,7 +118,7 @@ class Verification:
         description: content of bundle.json.
         num_compared: number of numbers of tables and of claims that were compared.
         problems: contradictions between the bundle and its samples.
-        notes: notes of the bundle, and what could not be checked.
+        notes: notes of the bundle, and what could not be verification.
     """
 
     description: BundleDescription
@@ -145,26 +144,26 @@ def check(path: Path, folder: Path) -> Verification:
         archive.unpack(contents, folder)
     except (OSError, ValueError) as error:
         raise BundleError(f"it cannot be unpacked: {error}") from error
-    checked = Verification(description, notes=[str(note) for note in description["notes"]])
+    verification = Verification(description, notes=[str(note) for note in description["notes"]])
     is_same_harness = description["harness"] == harness_digest()
     if not is_same_harness:
-        checked.notes.append(
+        verification.notes.append(
             "The bundle was packed by another version of the harness. Numbers are compared where "
             "both have them; what the report says in words is not."
         )
     elif not _has_instructions_of(description, contents.get("REPRODUCE.md")):
-        checked.problems.append("REPRODUCE.md does not say what bundle.json says")
-    checked.problems += _unknown_files(contents, description["runs"])
+        verification.problems.append("REPRODUCE.md does not say what bundle.json says")
+    verification.problems += _unknown_files(contents, description["runs"])
     for index, entry in enumerate(description["runs"]):
         scratch = folder.with_name("rebuilt") / str(index)
         try:
             problems = _run_problems(
-                entry, folder / entry["folder"], scratch, checked, is_strict=is_same_harness
+                entry, folder / entry["folder"], scratch, verification, is_strict=is_same_harness
             )
         except Exception as error:  # a forged run may raise any error
             problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
-        checked.problems += [f"{entry['folder']}: {problem}" for problem in problems]
-    return checked
+        verification.problems += [f"{entry['folder']}: {problem}" for problem in problems]
+    return verification
 
 
 def _has_instructions_of(description: BundleDescription, instructions: bytes | None) -> bool:
@@ -176,7 +175,11 @@ def _has_instructions_of(description: BundleDescription, instructions: bytes | N
 
 
 def _read_description(contents: Mapping[str, bytes]) -> BundleDescription:
-    """Return bundle.json; BundleError if it lacks entries, or the bundle lacks a run of it."""
+    """Return the content of bundle.json.
+
+    Raises:
+        BundleError: it is missing, of another version or lacks entries, or a run of it is missing.
+    """
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
     try:
@@ -218,7 +221,7 @@ def _run_problems(
     entry: Mapping[str, Any],
     folder: Path,
     scratch: Path,
-    checked: Verification,
+    verification: Verification,
     *,
     is_strict: bool,
 ) -> list[str]:
@@ -228,7 +231,7 @@ def _run_problems(
         entry: entry of the run in bundle.json.
         folder: folder of the unpacked run.
         scratch: folder that does not exist yet, in which the run is rebuilt.
-        checked: verification, to which compared numbers and notes are added.
+        verification: verification to which compared numbers and notes are added.
         is_strict: True if this harness packed the bundle, so that texts must be equal too, and no
             column, claim or report may be left out.
     """
@@ -242,7 +245,7 @@ def _run_problems(
         if not (folder / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
         elif not (rebuilt_folder / name).is_file():
-            checked.notes.append(
+            verification.notes.append(
                 f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
@@ -255,13 +258,13 @@ def _run_problems(
                     for column in unshared_columns
                 ]
             problems += [f"{name}: {difference}" for difference in differences]
-            checked.num_compared += num_compared
+            verification.num_compared += num_compared
     other_files = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
     for name in sorted({p.relative_to(folder).as_posix() for p in other_files} - CHECKED_FILES):
-        checked.notes.append(
+        verification.notes.append(
             f"{entry['folder']}/{name} is not derived from the samples: not checked"
         )
-    problems += _claim_problems(entry, run, checked, is_strict=is_strict)
+    problems += _claim_problems(entry, run, verification, is_strict=is_strict)
     return [*problems, *(page_problems(folder, rebuilt_folder) if is_strict else [])]
 
 
@@ -276,11 +279,12 @@ def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _claim_problems(
-    entry: Mapping[str, Any], run: Run, checked: Verification, *, is_strict: bool
+    entry: Mapping[str, Any], run: Run, verification: Verification, *, is_strict: bool
 ) -> list[str]:
-    """Return a problem per claim that does not follow from the samples; count all claims.
+    """Return a problem per claim that does not follow from the samples.
 
-    With `is_strict`, claims of the samples that the bundle omits are a problem, too.
+    Claims are counted in `verification`. With `is_strict`, claims of the samples that the bundle
+    omits are a problem, too.
     """
     rebuilt_claims = {
         (c["about"], c["what"]): c for c in (claim.as_json() for claim in claims_of(run))
@@ -290,7 +294,7 @@ def _claim_problems(
         rebuilt = rebuilt_claims.pop((claim["about"], claim["what"]), None)
         if rebuilt is None or not all(_is_equal(claim[n], rebuilt[n]) for n in CLAIM_NUMBERS):
             problems.append(f"claim '{claim['what']}' of {claim['about']} is not in the samples")
-        checked.num_compared += 1
+        verification.num_compared += 1
     if is_strict and rebuilt_claims:
         about, what = next(iter(rebuilt_claims))
         problems.append(

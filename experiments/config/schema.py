@@ -139,7 +139,7 @@ class DeviceKind(Enum):
 
 
 def device_kind(kind: DeviceKind) -> str:
-    """Return 'cpu' or 'cuda'; torch is imported only when the answer depends on it."""
+    """Return "cpu" or "cuda"; torch is imported only for `auto`."""
     if kind is not DeviceKind.auto:
         return kind.value
     import torch
@@ -314,7 +314,7 @@ class DeviceConfig:
 class GatePoint:
     """A case and a phase that the gate compares: one point per contender of the case."""
 
-    case: str = ""  # a key of `cases`
+    case: str = ""  # a key of `cases`, whose kind is `time`
     phase: str = "step"  # one of PHASES
     optimizer: Optimizer = Optimizer.sgd
 

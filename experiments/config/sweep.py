@@ -65,7 +65,10 @@ Rule = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
-    """Return the name in reports of a contender, a computed arm or a method."""
+    """Return the name in reports of a contender, a computed arm or a method.
+
+    A contender that no longer exists is its own label.
+    """
     computed = COMPUTED_ARMS | ONLY_ARMS | QUALITY_METHODS
     return computed.get(contender) or registry.facts_of(contender).label
 
@@ -182,23 +185,23 @@ def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cel
     """Return a cell per case; `kind_of` returns the kind of a case."""
     return [
         Cell(
-            key,
-            c.title or key,
-            c.workload,
-            arms_of(c.contenders, c.tt.ranks, c.cache.fractions, c.keys.loads),
-            c.tt,
-            note=c.note,
-            cache=c.cache,
-            kind=kind_of(c),
-            keys=c.keys,
-            options=c.options,
+            name,
+            case.title or name,
+            case.workload,
+            arms_of(case.contenders, case.tt.ranks, case.cache.fractions, case.keys.loads),
+            case.tt,
+            note=case.note,
+            cache=case.cache,
+            kind=kind_of(case),
+            keys=case.keys,
+            options=case.options,
         )
-        for key, c in config.cases.items()
+        for name, case in config.cases.items()
     ]
 
 
 def axes_of(config: Config) -> dict[str, list[Any]]:
-    """Return {axis: values} of the axes that have values."""
+    """Return {axis: values} of the axes that have values, `rank` included."""
     values = {a: list(getattr(config.sweep, a)) for a in (*AXES, "rank")}
     return {axis: v for axis, v in values.items() if v}
 
@@ -263,21 +266,23 @@ def _combined(design: Design, axes: dict[str, list[Any]]) -> Iterator[tuple[Any,
     return zip(*axes.values(), strict=True) if axes else iter([()])
 
 
-def title_of(w: WorkloadConfig) -> str:
+def title_of(workload: WorkloadConfig) -> str:
     """Return the workload in words, such as "26 tables of 1,000 rows (D=64, B=512, L=20)"."""
-    tables = "a table" if w.T == 1 else f"{w.T} tables"
-    if w.distribution is Distribution.trace:
-        return f"{tables} of the trace {Path(w.file).name} (D={w.D}, B={w.B:,}, L≈{w.L})"
-    if w.tables is Tables.criteo_kaggle:
+    tables = "a table" if workload.T == 1 else f"{workload.T} tables"
+    sizes = f"D={workload.D}, B={workload.B:,}"
+    if workload.distribution is Distribution.trace:
+        return f"{tables} of the trace {Path(workload.file).name} ({sizes}, L≈{workload.L})"
+    if workload.tables is Tables.criteo_kaggle:
         tables = "the tables of Criteo-Kaggle"
-    elif w.sizes:
-        tables = f"tables of {', '.join(f'{rows:,}' for rows in w.sizes)} rows"
+    elif workload.sizes:
+        tables = f"tables of {', '.join(f'{rows:,}' for rows in workload.sizes)} rows"
     else:
-        tables += f" of {w.E:,} rows"
-    return f"{tables} (D={w.D}, B={w.B:,}, L={w.L})"
+        tables += f" of {workload.E:,} rows"
+    return f"{tables} ({sizes}, L={workload.L})"
 
 
-# The syntax of a rule: arithmetic and comparisons of axes and numbers, `and`, `or`, `not`.
+# The syntax of a rule: arithmetic and comparisons of axes and numbers, `and`, `or`, `not`. Other
+# expressions, such as calls and attributes, must not reach `eval`.
 _RULE_SYNTAX = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE),
@@ -289,8 +294,8 @@ def compile_rule(text: str) -> Rule:
     """Compile a rule of `where` or `exclude`, such as "rank <= D or L == 1".
 
     Returns:
-        Function that takes the values of AXES and rank and returns whether they meet the rule. It
-        raises UsageError where the rule divides by zero or overflows.
+        Function that takes {axis: value} of AXES and rank, and returns whether they meet the rule.
+        It raises UsageError if the rule divides by zero or overflows.
 
     Raises:
         UsageError: the rule is no expression of axes and numbers.

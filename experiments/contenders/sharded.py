@@ -226,12 +226,12 @@ class ShardedBags(Bags):
         """Return input_dist ("input"), lookup and update ("local"), and output_dist ("output")."""
         module, features = self.module, prepared[0]
         received = module.input_dist(features).wait().wait()
-        gradient = torch.randn_like(module.rows(received)) / len(features.keys())
+        gradient = torch.randn_like(module.look_up_rows(received)) / len(features.keys())
         with torch.no_grad():
             local_rows = module.compute(received)
 
         def look_up_and_update() -> None:
-            rows = module.rows(received)
+            rows = module.look_up_rows(received)
             if rows.requires_grad:
                 rows.backward(gradient)
 

@@ -14,8 +14,7 @@ from experiments.config.sweep import Arm
 from experiments.kind_reports import keys as keys_report
 from experiments.report import answer as timed
 from experiments.report import figures as timed_figures
-from experiments.report import published as anchors
-from experiments.report import text
+from experiments.report import published, text
 from experiments.report.charts import set_plain_ticks
 from experiments.report.data import Run
 from experiments.report.published import JudgedFigure, Reproduction, format_number
@@ -24,22 +23,22 @@ from experiments.report.tables import Column, Table, TitledTable, Value
 from experiments.results import metrics
 
 NOTES = (
-    anchors.RULE,
-    "Published figures, with where they were read and what they are of, are in reports/published/. "
-    "Intervals of our figures are those of the median; a figure that follows from sizes has none.",
+    published.RULE,
+    "reports/published/ has the published figures, with their sources and devices. Intervals of "
+    "our figures are those of the median; a figure that follows from sizes has none.",
     metrics.FORMULA,
 )
 LINE_HEIGHT = 0.62  # inches of a published figure in the drawing
 MIN_HEIGHT = 2.0  # inches of all lines together
-MAX_NAMED = 3  # figures that a sentence names; the table has the others
+MAX_NAMED = 3  # maximum number of figures that a sentence names; the table has the others
 
 
 def answer(run: Run) -> list[str]:
     """Count the verdicts and name the figures behind them; append the answer of the kind `time`."""
-    judgements = anchors.judge_run(run)
+    judgements = published.judge_run(run)
     if not judgements:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
-    counts = anchors.count_verdicts(judgements)
+    counts = published.count_verdicts(judgements)
     counts_text = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
     sentences = [f"Of {len(judgements)} published figures: {counts_text}."]
     for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
@@ -68,9 +67,9 @@ def _format_pair(judgement: JudgedFigure) -> str:
 
 def tables(run: Run) -> list[TitledTable]:
     """Return a table per publication that the run is compared with, then the tables of `keys`."""
-    judgements = anchors.judge_run(run)
+    judgements = published.judge_run(run)
     sources = {j.source.key: j.source for j in judgements}
-    published = [
+    published_tables = [
         TitledTable(
             f"Published: {source.title}",
             f"Source: {source.source}. {source.note}".strip(),
@@ -78,7 +77,7 @@ def tables(run: Run) -> list[TitledTable]:
         )
         for key, source in sources.items()
     ]
-    return [*published, *keys_report.tables(run)]
+    return [*published_tables, *keys_report.tables(run)]
 
 
 def table(judgements: Sequence[JudgedFigure]) -> Table:
@@ -92,7 +91,7 @@ def table(judgements: Sequence[JudgedFigure]) -> Table:
         "unit": lambda f: f.figure.unit,
         "verdict": lambda f: f.verdict.value,
         "why": lambda f: f.reason,
-        "theirs is of": lambda f: anchors.their_device(f.figure),
+        "theirs is of": lambda f: published.their_device(f.figure),
         "ours is of": _our_origin,
     }
     return Table.of(rows, columns)
@@ -125,7 +124,7 @@ def _arm_label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
-    pairs = [j for j in anchors.judge_run(run) if j.verdict is not Reproduction.NOT_RUN]
+    pairs = [j for j in published.judge_run(run) if j.verdict is not Reproduction.NOT_RUN]
     result = []
     if pairs:
         height = 1.2 + max(MIN_HEIGHT, LINE_HEIGHT * len(pairs))

@@ -27,19 +27,19 @@ from experiments.workloads.distributions import describe_distribution
 _HIT_RATE_NOTE = (
     "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
     "hit or a miss together with all its lookups in that batch. Hit rate per lookup: lookups of "
-    "rows that were there ÷ lookups. Hit rate per distinct row: rows that were there ÷ distinct "
-    "rows, batch by batch; this is the one that says how many rows must be moved. Both are over "
-    "the counted batches, after those that fill the cache."
+    "rows in the cache ÷ lookups. Hit rate per distinct row: rows in the cache ÷ distinct rows, "
+    "batch by batch; it determines how many rows must be moved. Both are over the counted "
+    "batches, after those that fill the cache."
 )
 _IDEAL_NOTES = (
     "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
     "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
     "this trace. Among rows due in the same batch it keeps those with more lookups.",
-    "'Static top-k' takes in the k most frequent rows of the trace and no others. Both ideals know "
-    "the whole trace; as any cache, they can hold a row only after its first lookup.",
+    "'Static top-k' admits the k most frequent rows of the trace and no others. Both ideal caches "
+    "know the whole trace; like any cache, they can store a row only after its first lookup.",
     "The dotted line is the top-k of the distribution: the expected hit rate if the k most likely "
-    "rows were always there, as in an endless trace. It can lie above the others where a trace is "
-    "too short for every popular row to have been looked up once.",
+    "rows were always in the cache, as in an endless trace. It can lie above the others where a "
+    "trace is too short for every popular row to be looked up once.",
 )
 NOTES = (_HIT_RATE_NOTE, *_IDEAL_NOTES, metrics.FORMULA)
 

@@ -51,18 +51,18 @@ LINKS = {
 }
 EXCHANGE_CONSTANTS = ("exchange_s", "message_s", *LINKS)  # constants of exchanges between ranks
 NOTES = (
-    "Constants of the planner's cost model (docs/planner.md). What ranks compute and send is "
-    "measured by all of them at once, where each has a core, since they share memory; what they "
-    "compute by one of them where they share cores. Each is the minimum over several rounds, which "
-    "excludes other load on the machine.",
-    "calibration.json is what emblib.sharding.planner.Calibration.load reads: of the largest world "
-    "that was measured. What a world has no "
-    "links for keeps its default, as do exchanges of a rank that is alone: those are not measured.",
+    "Constants of the planner's cost model (docs/planner.md). If every rank has a core, all ranks "
+    "compute and send at once while they are measured, because they share the memory. If ranks "
+    "share cores, one rank alone measures what it computes. Each constant is the minimum over "
+    "several rounds, which excludes other load on the machine.",
+    "calibration.json has the constants of the largest measured world; "
+    "emblib.sharding.planner.Calibration.load reads it. The bandwidth of links that a world does "
+    "not have is not measured and keeps its default, and so do the exchanges of a single rank.",
 )
 
 
 def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
-    """Return the constants by world size: the fields of a `Calibration` by name."""
+    """Return the constants of each world: {world size: {field of `Calibration`: value}}."""
     ok_records = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
     return {int(r["world_size"]): r["calibration"] for r in ok_records}
 
@@ -85,7 +85,7 @@ def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:
 
 
 def answer(run: Run) -> list[str]:
-    """State the costs of a lookup, an update and a message, and how they change with ranks."""
+    """State the costs of a lookup, an update and, with several ranks, of an all-to-all."""
     by_world = calibrations(run)
     if not by_world:
         return ["No answer: the constants could not be measured."]

@@ -28,13 +28,13 @@ from experiments.report.tables import (
 from experiments.results import metrics
 
 NOTES = (
-    "Every table gets the same new keys, call by call, all of them in turn; nothing is warmed up, "
-    "for a table grows only once. The longest call of a process is the pause that a caller sees; "
-    "the median over processes is shown.",
-    "Memory is measured in a separate pass, one table at a time: the peak while it grows, and what "
-    "is in use at the end.",
-    "After it has grown, every key of a table is looked up: each must be there, in a slot of its "
-    "own, with its value. A table for which that is not so is listed as wrong.",
+    "Every table gets the same new keys; the tables take turns, call by call. Nothing is warmed "
+    "up, because a table grows only once. The longest call of a process is the pause that a caller "
+    "notices; the median over processes is shown.",
+    "Memory is measured in a separate pass, one table at a time: the peak while the table grows, "
+    "and the memory in use at the end.",
+    "After a table has grown, every key is looked up: each must be present, in a slot of its own, "
+    "with its value. Otherwise the table is listed as wrong.",
 )
 
 

@@ -33,10 +33,10 @@ from experiments.report.tables import (
 NOTES = (
     "Keys per second are keys of a call ÷ its median time. Ratios are time ÷ the time of find* of "
     "the subject at the same load, paired in each round: 3× means that find* does three times as "
-    "many keys in the same time. find copies the values of the keys, find* and find_or_insert* "
-    "give their slots. Calls that change a table are undone before the next one, outside of its "
-    "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
-    "table that evicts from time to time, a sample is the mean of as many calls as that is.",
+    "many keys in the same time. find copies the values of the keys; find* and find_or_insert* "
+    "return their slots. What a call changes in a table is undone before the next call, which is "
+    "not timed; where the new keys do not fit, they evict others, as in a full table. If a table "
+    "evicts only in every n-th call, a sample is the mean of n calls.",
 )
 CEILINGS = ("lines", "lines_huge")  # contenders that read memory and store no keys
 BAR_HEIGHT = 0.3  # inches

@@ -32,8 +32,8 @@ from experiments.report.tables import (
 from experiments.timing.latencies import CLOSED
 
 NOTES = (
-    "A request is one batch, looked up by one of the client threads of one process. The ids are "
-    "there already; network and the rest of a model are not measured. Contenders take turns, a "
+    "A request is one batch, looked up by one of the client threads of one process. Its ids are "
+    "in memory; network and the rest of a model are not measured. Contenders take turns, a "
     "block of requests each.",
     "'Saturated': each client sends a request as soon as its last one was answered (closed loop). "
     "That shows how many requests can be answered. It hides queues, because a slow answer delays "

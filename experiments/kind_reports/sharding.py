@@ -36,22 +36,20 @@ from experiments.report.tables import (
 )
 
 NOTES = (
-    "A sample is what the slowest rank took. Compute is the lookup and the update of the rows that "
-    "a rank holds, for ids that it has already, done by all ranks at once; communication is the "
+    "A sample is the time of the slowest rank. Compute is the lookup and the update of the rows "
+    "that a rank stores, for ids that it has received, on all ranks at once. Communication is the "
     "rest of the step: routing, sending both ways, waiting for other ranks, combining. Efficiency "
-    "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
-    "scaling, the step of one rank ÷ W ÷ the step of W.",
-    "Ratios are TorchRec's time ÷ that of emblib's counterpart in the same processes, paired in "
-    "each round: 2× means that emblib's step takes half the time. Both work on the same batches in "
-    "the same processes; a rank's gradients are divided by the number of ranks. On CPUs "
-    "both exchange over gloo.",
+    "compares a step of W ranks with a step of one rank: with weak scaling it is the step of one "
+    "rank ÷ the step of W ranks, with strong scaling that ratio ÷ W.",
+    "Ratios are TorchRec's time ÷ that of emblib's counterpart, paired in each round: 2× means "
+    "that emblib's step takes half the time. Both work on the same batches in the same processes; "
+    "a rank's gradients are divided by the number of ranks. On CPUs both exchange over gloo.",
     "Every contender's first output and first update are checked against plain PyTorch, on all "
     "ranks together, before anything is timed.",
     "Predictions are those of the planner's cost model, from constants that the same ranks "
-    "measured before anything else. Where there are more ranks than were measured they are "
-    "predictions: those steps were not run. They take every rank to have a core of its "
-    "own and every link to be as those between the ranks that were measured; machines that are not "
-    "one host have a network that this was not checked on.",
+    "measured before anything else. Steps of more ranks than were measured were not run. Their "
+    "predictions assume that every rank has a core, and that every link is like those between the "
+    "measured ranks. They were not checked on the network between hosts.",
 )
 
 
@@ -169,13 +167,13 @@ def _core_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
         return []
     sizes = " or ".join(map(str, worlds))
     return [
-        f"Where {sizes} ranks share {text.count(cores, 'core')}, a run measures nothing but that "
-        "results are correct."
+        f"Where {sizes} ranks share {text.count(cores, 'core')}, a run only shows that results are "
+        "correct: its times mean nothing."
     ]
 
 
 def _prediction_sentence(run: Run) -> list[str]:
-    """State how well the cost model predicted the measured steps."""
+    """State how well the cost model predicted the measured steps; [] below three steps."""
     rows = sharding.predictions(run.records)
     agreement = sharding.prediction_agreement(rows)
     if math.isnan(agreement.rank_correlation):
@@ -218,14 +216,14 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 
 def _describe_sizes(run: Run, cell: str) -> str:
-    """Describe a cell's workload in one line: that of each rank, unless a case has one rank."""
+    """Describe a cell's workload in one line, per rank; a case on one rank as other kinds do."""
     record = next(r for r in run.records if r["cell"] == cell)
     if record["section"] != SWEEP and record["world_size"] == 1:
         return run.sizes(record["section"])
     params = record["params"]
     return (
         f"{record['features']} tables, {record['rows']:,} rows, D={params['D']}, "
-        f"B={params['B']:,} a rank, {record['lookups']:,} lookups a rank and batch"
+        f"B={params['B']:,} per rank, {record['lookups']:,} lookups per rank and batch"
     )
 
 
@@ -353,7 +351,7 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
         "Speed-up of a step over TorchRec",
         "Points: TorchRec's step time ÷ emblib's, paired; lines: 95 % confidence intervals. Right "
         "of 1 emblib is faster.",
-        "Right of 1 emblib is faster; sizes are those of each line",
+        "Sizes are those of each line",
         [panel] if lines else [],
     )
 
@@ -386,7 +384,11 @@ def _scaling_figure(run: Run, rows: pd.DataFrame, predicted_steps: pd.DataFrame)
 
 
 def _draw_scaling(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
-    """Draw the step over ranks, a curve per sharding type, measured and predicted."""
+    """Draw the step over ranks, a curve per sharding type, measured and predicted.
+
+    `rows` are steps of one scaling and section, and of one rank; `predicted_rows` are the rows of
+    `kinds.sharding.predictions` beyond the measured worlds.
+    """
     lines = []
     for sharding_type, group in rows.sort_values("world_size").groupby("type", sort=False):
         name = str(sharding_type)

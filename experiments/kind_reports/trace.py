@@ -28,8 +28,8 @@ from experiments.workloads.distributions import describe_distribution, zipf_prob
 from experiments.workloads.trace_analysis import TableNumbers
 
 NOTES = (
-    "'Distinct' rows are those looked up at all. A batch's distinct share is its distinct rows ÷ "
-    "its lookups, which is what a table that acts once per row has to move.",
+    "'Distinct' rows are those looked up at least once. A batch's distinct share is its distinct "
+    "rows ÷ its lookups: the share that a table moves if it acts once per row.",
     "Skew: P(rank) ~ (rank + q)^-s by maximum likelihood. Ranks come from the even batches and "
     "the likelihood from the odd ones, because rows ranked by the same counts that are fitted look "
     "skewed even if all are equally popular. 'Misfit' is the largest difference between the "

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from experiments import cli
 from experiments.bundle import archive, pack, rerun
 from experiments.bundle.archive import BundleError
-from experiments.bundle.claims import Claim, ClaimOutcome, Measure, compare, holds
+from experiments.bundle.claims import Claim, ClaimOutcome, Measure, check_claims, holds
 from experiments.paths import ROOT
 from experiments.results.store import pack_records, read_records
 from tests.experiments import FIRST_SCHEMA
@@ -349,11 +349,11 @@ def test_when_other_numbers_hold() -> None:
 
 
 def test_what_was_not_measured_says_why() -> None:
-    found = compare([ratio(2, 1.9, 2.1)], [], {"cell · arm · hot": "oom: too large"}, 0.25)
+    found = check_claims([ratio(2, 1.9, 2.1)], [], {"cell · arm · hot": "oom: too large"}, 0.25)
     assert [(f.outcome, f.reason) for f in found] == [(ClaimOutcome.unmeasured, "oom: too large")]
     # One number without an interval neither confirms nor refutes.
     for value in (2.0, 9.0):
-        (finding,) = compare([ratio(2, 1.9, 2.1)], [ratio(value, NAN, NAN)], {}, 0.25)
+        (finding,) = check_claims([ratio(2, 1.9, 2.1)], [ratio(value, NAN, NAN)], {}, 0.25)
         assert finding.outcome is ClaimOutcome.unmeasured
         assert finding.reason.startswith("one process gives no interval")
 

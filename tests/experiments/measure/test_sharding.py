@@ -192,7 +192,7 @@ def test_ranks_that_share_cores_measure_nothing_but_correctness() -> None:
     )
     measured, shared = sharding_report._scaling_sentences(run, rows)
     assert measured.startswith("Weak scaling to 2 ranks: row-wise takes 2.0")
-    assert shared.startswith("Where 4 ranks share 2 cores, a run measures nothing but that results")
+    assert shared.startswith("Where 4 ranks share 2 cores, a run only shows that results")
     run.environment = {}
     assert "4 ranks" in sharding_report._scaling_sentences(run, rows)[0]
 
