@@ -60,9 +60,9 @@ class Awaitable(Generic[T]):
 
     @property
     def callbacks(self) -> list[Callable[[Any], Any]]:
-        """Return the list of the callbacks that the first `wait` will run; more may be appended.
+        """Return the list of callbacks that the first `wait` will run.
 
-        Callbacks that are appended after it do not run.
+        More may be appended; those that are appended after that `wait` do not run.
         """
         return self._callbacks
 
@@ -191,9 +191,10 @@ class LazyDeferredAwaitable(LazyAwaitable[T]):
 
 
 def wait_all(value: Any) -> Any:
-    """Return the result of an awaitable, or a copy of a list, tuple or dict with results in it.
+    """Return `value` with the results of awaitables in their place.
 
-    Other values are returned unchanged, also instances of subclasses, e.g. named tuples.
+    `value` is an awaitable, or a list, tuple or dict that contains some at any depth, which is
+    copied. Other values are returned unchanged, also instances of subclasses, e.g. named tuples.
     """
     if isinstance(value, Awaitable):
         return value.wait()

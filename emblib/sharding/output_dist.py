@@ -59,8 +59,8 @@ class OutputStep(ABC):
             tables.
         gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
             backward, see `ReplicatedTables.gradient_sink`; None if nothing needs them.
-        replica_sizes: number of elements of the gradients of replicated tables' rows, by rank;
-            empty without a `gradient_sink`.
+        replica_sizes: number of elements of the gradients of replicated tables' rows, by rank; not
+            used without a `gradient_sink`.
         is_small: whether the rows may travel with rows of other lookups, see
             `IncomingBatch.merges_rows`; the same on all ranks.
         hyperparams: hyperparameters of the tables, which ranks compare in backward; None to compare

@@ -26,7 +26,7 @@ from emblib.sharding.table_hyperparams import check_replicas
 
 _VALUES_PER_MESSAGE = 1 << 23  # 32 MiB of float32
 # The steps and counts of one replica's updates, in float32: their mean would have no meaning.
-_UNSHARED_STATES = frozenset({"prev_iter", "row_counter"})
+_STATES_PER_REPLICA = frozenset({"prev_iter", "row_counter"})
 
 
 class ReplicatedModelParallel(DistributedModelParallel):
@@ -152,8 +152,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
             dist.all_reduce(buffer, group=self.replicas.group)
             buffer /= self.replicas.size
 
-        unshared_states = _UNSHARED_STATES if optimizer_states else None
-        self._apply_collective(average, unshared_states=unshared_states)
+        skipped_states = _STATES_PER_REPLICA if optimizer_states else None
+        self._apply_collective(average, skipped_states=skipped_states)
 
     @without_gradients
     def _copy_tables_from_first(self) -> None:
@@ -162,20 +162,20 @@ class ReplicatedModelParallel(DistributedModelParallel):
             return
         source, group = self.replicas.global_rank(0), self.replicas.group
         self._apply_collective(
-            lambda buffer: dist.broadcast(buffer, source, group=group), unshared_states=frozenset()
+            lambda buffer: dist.broadcast(buffer, source, group=group), skipped_states=frozenset()
         )
 
     def _apply_collective(
-        self, collective: Callable[[Tensor], object], *, unshared_states: Set[str] | None
+        self, collective: Callable[[Tensor], object], *, skipped_states: Set[str] | None
     ) -> None:
         """Change tables and optimizer states in place by a collective over the replicas.
 
         Args:
             collective: function that changes a flat float32 buffer of many values in place. It is
                 called for the same values on all replicas, in the same order.
-            unshared_states: names of optimizer states that do not change; None for all states.
+            skipped_states: names of the optimizer states that do not change; None for all states.
         """
-        for chunk in _chunks(self._replicated_values(unshared_states)):
+        for chunk in _chunks(self._replicated_values(skipped_states)):
             buffer = torch.cat([value.float().reshape(-1) for value in chunk])
             collective(buffer)
             new_values = buffer.split([value.numel() for value in chunk])
@@ -191,8 +191,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
         for module in sharded_modules(self.module).values():
             yield from {id(shard.groups): shard.groups for shard in module.local_shards()}.values()
 
-    def _replicated_values(self, unshared_states: Set[str] | None) -> Iterator[Tensor]:
-        """Yield views of tables and optimizer states, each once, except `unshared_states`.
+    def _replicated_values(self, skipped_states: Set[str] | None) -> Iterator[Tensor]:
+        """Yield views of tables and optimizer states, each once, except `skipped_states`.
 
         None stands for all optimizer states. States that are not floating-point are left out.
         """
@@ -204,8 +204,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 visited.add(groups.handles[index])
                 parameter_names = groups.parameters_of(index).keys()
                 for name, view in views.items():
-                    is_shared = unshared_states is not None and name not in unshared_states
-                    if view.is_floating_point() and (is_shared or name in parameter_names):
+                    is_included = skipped_states is not None and name not in skipped_states
+                    if view.is_floating_point() and (is_included or name in parameter_names):
                         yield view.detach()
 
     def _check_can_average(self) -> None:
