@@ -342,7 +342,7 @@ def append_csv(
             if file.read() != b"\n":  # a process ended within a line
                 lines.write("\n")
         if header != columns:
-            raise ValueError(f"{path} is no series, its columns are {header}; name another file")
+            raise ValueError(f"{path} has other columns, {header}: name another file")
     else:
         writer.writerow(columns)
     seconds = time.time() if time_s is None else float(time_s)

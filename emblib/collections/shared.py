@@ -600,7 +600,7 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     return {name: list(duplicates[name]) for name in shared_names}
 
 
-def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
+def _check_same_table(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
     """Raise ValueError for tables of one name that differ in more than features and pooling."""
     names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
     differences = [
@@ -633,7 +633,7 @@ def _make_shared_table(name: str, collections_by_path: Mapping[str, Any]) -> Sha
                 TableSlice.whole(config), collection.device, collection.groups.seeds
             )
             continue
-        _check_alike(table.config, config, first_path, path)
+        _check_same_table(table.config, config, first_path, path)
         module = collection.handles()[name].module
         num_steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
         if num_steps and not _are_equal(

@@ -158,7 +158,7 @@ class QuantizationError(NamedTuple):
         format: format of its rows.
         rows: number of rows that were compared.
         nbytes: bytes of the read-only table without its index.
-        largest: largest error of a value; equal infinities, and NaN for NaN, are no error.
+        largest: largest error of a value; it is 0 for equal infinities, and for NaN in both.
         rms: root mean square of the errors.
         relative: norm of the errors of pooled outputs, sums of `bag` rows drawn at random, divided
             by the norm of these outputs; 0 if that norm is 0, or there are fewer than `bag` rows;

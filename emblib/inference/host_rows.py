@@ -107,7 +107,7 @@ class HostEmbeddingBags(nn.Module):
 
         Returns:
             `[B, sum of dims]`, with Pooling.NONE `[L, D]`, in `output_dtype`; with `batch_sizes`
-            one vector as of `QuantizedEmbeddingBags`.
+            one vector, as `QuantizedEmbeddingBags` returns it.
 
         Raises:
             RuntimeError: a dtype, a device or the number of offsets is wrong; or an index or offset

@@ -188,7 +188,7 @@ class InferenceEmbeddingBags(nn.Module):
 
         Returns:
             `[B, sum of dims]`, with Pooling.NONE `[L, D]`, in the output dtype of `rows`; with
-            `batch_sizes` one vector as of `QuantizedEmbeddingBags`.
+            `batch_sizes` one vector, as `QuantizedEmbeddingBags` returns it.
 
         Raises:
             RuntimeError: a dtype, a device or the number of offsets is wrong; or an index or offset
@@ -308,7 +308,8 @@ def prune(
 
     Args:
         tables: the tables, of any formats; `for_inference` makes them of trained ones.
-        keep: bool `[rows]` by table name, as of `top_rows`; other tables keep all rows.
+        keep: mask by table name, bool `[rows]`, such as `top_rows` returns; tables without a mask
+            keep all rows.
         index: "array" with 4 bytes per row of `tables`, "hash" with 32 to 64 bytes per row of the
             result, or None for the smaller one.
 

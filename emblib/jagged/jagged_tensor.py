@@ -486,9 +486,10 @@ def running_sums(lengths: Tensor) -> Tensor:
 
 
 def as_normal_tensor(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Call a function of a tensor; its result is no inference tensor, so that it may be stored.
+    """Call a function of a tensor outside of inference mode, so that its result may be stored.
 
-    A batch that an evaluation in `torch.inference_mode()` has read may be trained on later.
+    Backward cannot save inference tensors, and training may use a result that an evaluation in
+    `torch.inference_mode()` has stored.
     """
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return function(tensor)
@@ -547,7 +548,7 @@ def are_weights_of(values: Tensor, weights: object) -> bool:
 
 
 def weights_error(values: Tensor, weights: Tensor) -> TypeError | ValueError:
-    """Return the error for weights that are no tensor, or not one per value."""
+    """Return the error for weights that are not a tensor with one entry per value."""
     if not isinstance(weights, Tensor):
         return tensor_type_error("weights", weights)
     return ValueError(

@@ -726,7 +726,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             ValueError: the batches differ in keys (also of inverse indices), strides (also per
                 rank) or shapes, or only one has weights or inverse indices; nothing is changed.
         """
-        is_alike = (
+        is_compatible = (
             self._keys == other._keys
             and self._stride == other._stride
             and self._stride_per_key_per_rank == other._stride_per_key_per_rank
@@ -734,7 +734,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             and getattr(self._weights, "shape", None) == getattr(other._weights, "shape", None)
             and _keys_and_shape(self._inverse) == _keys_and_shape(other._inverse)
         )
-        if not is_alike:
+        if not is_compatible:
             raise ValueError(
                 f"copy_ needs a batch like {self!r}, also in strides per rank and keys of inverse "
                 f"indices, got {other!r}: make the target with empty_like(batch, device)"

@@ -265,7 +265,7 @@ def plan_memory(
         device: device of the tables, "cpu" or "cuda".
         backing: memory in which tables may be stored behind a cache; they lose nothing, but lookups
             that miss the cache take longer. Of plans with equal losses, those with fewer misses
-            are preferred. None for no such memory.
+            are preferred. None puts no table there.
 
     Returns:
         A `MemoryPlan`, whose `configs` make collections.

@@ -158,7 +158,7 @@ class Trained:
 def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
     """Return the optimizer that makes the same updates in backward, and a note on differences.
 
-    The optimizer is None if emblib has no such optimizer; the note is "" without differences.
+    The optimizer is None if emblib does not have it; the note is "" without differences.
     """
     group, kind = trained.group, type(trained.optimizer)
     if group.get("maximize") or group.get("weight_decay"):

@@ -396,7 +396,7 @@ def _as_list(optimizer: Any) -> list[TorchOptimizer]:
 
 
 def _factory_of(module: nn.Module) -> Factory | None:
-    """Return the class or function that replaces a module; None if it is no embedding."""
+    """Return the class or function that replaces a module; None for other modules."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
         return ReplacedEmbedding
     for kind in type(module).__mro__:

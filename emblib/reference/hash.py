@@ -425,12 +425,12 @@ class HashModel:
     def shrink(self, table_index: int, buckets: int) -> list[HashEntry]:
         """Remove the buckets of a table from number `buckets` on; return the dropped entries.
 
-        If the table has more entries than slots are left, the lowest-ranked entries of the removed
-        buckets are dropped, the same share of them as of the whole table lacks a slot. The others
-        are inserted like the missing keys of a batch, the highest-ranked first, and may evict
-        entries; their stamps and scores stay. Entries that they evict, and entries that find no
-        slot, are dropped too. Dropped entries count as evicted. The table must have at least
-        `buckets` buckets; not checked.
+        If the table has more entries than the remaining buckets have slots, some entries of the
+        removed buckets are dropped, the lowest-ranked first. Their share of these entries is the
+        share of all entries that lack a slot. The others are inserted like the missing keys of a
+        batch, the highest-ranked first, and may evict entries; their stamps and scores stay.
+        Entries that they evict, and entries that find no slot, are dropped too. Dropped entries
+        count as evicted. The table must have at least `buckets` buckets; not checked.
         """
         table = self.tables[table_index]
         size, counters = table.size, dict(table.counters)

@@ -106,7 +106,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def _find_reader(module: nn.Module) -> CallReader | None:
-    """Return the function that reads the lookups of a module's calls; None if it is no table."""
+    """Return the function that reads the lookups of a module's calls; None for other modules."""
     if isinstance(module, nn.EmbeddingBag):
         return _read_bag
     if isinstance(module, nn.Embedding):
@@ -280,7 +280,7 @@ def _read_keyed(
     """Return the bags of a call with a KeyedJaggedTensor, feature by feature.
 
     Raises:
-        TypeError: the first argument is no such object.
+        TypeError: the first argument is not a KeyedJaggedTensor.
     """
     jagged = args[0] if args else next(iter(kwargs.values()), None)
     if jagged is None or not all(hasattr(jagged, n) for n in ("keys", "values", "lengths")):

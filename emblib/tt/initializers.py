@@ -260,7 +260,7 @@ _SCALED_COUNTERPARTS = {
     "approx-normal": "sampled_gaussian",
     "naive-uniform": "uniform",
 }
-"""Name in FBTT-Embedding that is no name here -> name in `INITIALIZERS` to use instead."""
+"""Name that only FBTT-Embedding has -> name in `INITIALIZERS` to use instead."""
 
 
 def find_initializer(name: str) -> Callable[[CoreLayout, float], list[Tensor]]:

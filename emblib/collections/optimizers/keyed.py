@@ -42,7 +42,7 @@ class KeyedOptimizer(TorchOptimizer):
         groups: parameter groups, as in `torch.optim`.
 
     Attributes:
-        extra_state_names: keys of `state` in state dicts that are no names of parameters.
+        extra_state_names: keys of `state` in state dicts that are not names of parameters.
     """
 
     extra_state_names: tuple[str, ...] = ()

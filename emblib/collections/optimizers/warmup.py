@@ -14,7 +14,7 @@ from emblib.collections.optimizers.keyed import KeyedOptimizer, OptimizerWrapper
 from emblib.optim.base import number_or_nan
 from emblib.specs import OptionEnum
 
-_WARMUP_KEY = "__warmup"  # in `state`, where it is no name of a parameter
+_WARMUP_KEY = "__warmup"  # key in `state`, which is not the name of a parameter
 _NO_END = 1 << 62  # a step that no training reaches
 
 
