@@ -110,14 +110,24 @@ class SharedTables:
     def pooled(
         self, name: str, feature_names: Sequence[str], pooling: Pooling = Pooling.SUM
     ) -> EmbeddingBagConfig:
-        """Return the configuration with which an `EmbeddingBagCollection` reads a table."""
-        return EmbeddingBagConfig(
-            **self[name].common_fields(), feature_names=tuple(feature_names), pooling=pooling
-        )
+        """Return the configuration with which an `EmbeddingBagCollection` reads a table.
+
+        Raises:
+            KeyError: there is no shared table of this name.
+            TypeError, ValueError: `feature_names` or `pooling` are wrong, see `EmbeddingBagConfig`.
+        """
+        arguments = {**self[name].common_fields(), "feature_names": feature_names}
+        return EmbeddingBagConfig(**arguments, pooling=pooling)
 
     def unpooled(self, name: str, feature_names: Sequence[str]) -> EmbeddingConfig:
-        """Return the configuration with which an `EmbeddingCollection` reads a table."""
-        return EmbeddingConfig(**self[name].common_fields(), feature_names=tuple(feature_names))
+        """Return the configuration with which an `EmbeddingCollection` reads a table.
+
+        Raises:
+            KeyError: there is no shared table of this name.
+            TypeError, ValueError: `feature_names` are wrong, see `EmbeddingConfig`.
+        """
+        arguments = {**self[name].common_fields(), "feature_names": feature_names}
+        return EmbeddingConfig(**arguments)
 
     def read_by(self, configs: Sequence[TableConfig]) -> dict[str, SharedTable]:
         """Return the tables that configurations name, by name.

@@ -242,7 +242,7 @@ class KTRegroupAsDict(nn.Module):
         keys: the name of each group.
 
     Raises:
-        TypeError: `keys` is one string.
+        TypeError: `keys` or a group is one string.
         ValueError: there is not one name per group, or several groups have the same name.
 
     Example:
@@ -255,7 +255,7 @@ class KTRegroupAsDict(nn.Module):
     def __init__(self, groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
         super().__init__()
         _check_names(groups, keys)
-        self.groups = [list(group) for group in groups]
+        self.groups = [list_of_keys(group) for group in groups]
         self.keys = list(keys)
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:

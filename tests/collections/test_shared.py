@@ -482,6 +482,9 @@ def test_ways_out_of_errors() -> None:
     shared = emblib.SharedTables([config], optimizer=optim.SGD(0.1))
     with pytest.raises(KeyError, match="item"):
         shared.pooled("user", ["u"])
+    for read in (shared.pooled, shared.unpooled):
+        with pytest.raises(TypeError, match=r"write \['ab'\]"):
+            read("item", "ab")
     other = emblib.EmbeddingBagConfig(ROWS, DIM + 1, "item")
     with pytest.raises(ValueError, match=r"embedding_dim 5, not 6.*SharedTables\.pooled"):
         emblib.EmbeddingBagCollection([other], shared=shared)

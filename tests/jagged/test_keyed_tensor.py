@@ -262,6 +262,7 @@ def test_one_string_is_no_list_of_keys() -> None:
         lambda: KeyedTensor(3, [1, 1], torch.ones(2, 2)),
         lambda: KeyedJaggedTensor(None, torch.ones(2), lengths=torch.ones(2).int()),
         lambda: KTRegroupAsDict([["a"], ["b"]], "xy"),
+        lambda: KTRegroupAsDict(["ab"], ["x"]),
         lambda: KeyedTensor.regroup_as_dict([blocks], [["a"], ["b"]], "xy"),
     ):
         with pytest.raises(TypeError, match="keys must be a list of names"):
