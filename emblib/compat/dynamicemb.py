@@ -1,4 +1,4 @@
-"""NVIDIA's DynamicEmb over emblib's dynamic tables: the same names, arguments and defaults.
+"""NVIDIA's DynamicEmb, implemented by emblib's dynamic tables, with the same names and arguments.
 
 Change the import and keep the code:
 
@@ -11,10 +11,10 @@ or keep the imports, too:
     import emblib.compat.dynamicemb
     emblib.compat.dynamicemb.install()  # before anything imports dynamicemb
 
-`docs/dynamicemb.md` lists the meaning of every option in emblib. Differences: tables also run on a
-CPU; the initial values of a row follow from the seed and its key; the result of a batch does not
-depend on the number of threads; options that DynamicEmb drops silently take effect or raise.
-DynamicEmb's inference tables are missing. The planner and the sharders are used with
+`docs/dynamicemb.md` says what every option does here. These differ: tables also run on a CPU; the
+initial values of a row depend on the seed and the key only; the result of a batch does not depend
+on the number of threads; options that DynamicEmb ignores silently take effect or raise.
+DynamicEmb's inference tables are missing. The planner and the sharders work with
 `emblib.compat.torchrec`.
 """
 
@@ -95,7 +95,8 @@ _MODULES = {
     "utils": "DTYPE_NUM_BYTES TORCHREC_TYPES torch_to_dyn_emb",
 }
 """The modules of DynamicEmb that users import from, and their names."""
-_NAMES_OF_THIS_MODULE = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"  # of this module only
+# Names that this module has, and none of its submodules.
+_NAMES_OF_THIS_MODULE = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"
 # Modules that implement names. If several have a name, the first one has DynamicEmb's form of it.
 _IMPLEMENTING_MODULES: tuple[_ModuleType, ...] = (
     _dynamicemb_helpers,
@@ -110,7 +111,7 @@ _IMPLEMENTING_MODULES: tuple[_ModuleType, ...] = (
 
 
 def _find_names() -> dict[str, _Any]:
-    """Return the implementation of each name, without names that raise."""
+    """Return the implementation of each name that does not raise, in alphabetical order."""
     names = {name for text in (*_MODULES.values(), _NAMES_OF_THIS_MODULE) for name in text.split()}
     values_by_name = {
         name: next(vars(m)[name] for m in _IMPLEMENTING_MODULES if name in vars(m))
@@ -120,7 +121,10 @@ def _find_names() -> dict[str, _Any]:
 
 
 def _make_modules() -> dict[str, _ModuleType]:
-    """Make the modules of `_MODULES` below this one, and register them with `sys.modules`."""
+    """Make the modules of `_MODULES` below this one, and register them in `sys.modules`.
+
+    Return them by their paths below this module.
+    """
     implementations = _names | _RAISES
     modules: dict[str, _ModuleType] = {}
     for path, names in _MODULES.items():
@@ -131,7 +135,8 @@ def _make_modules() -> dict[str, _ModuleType]:
             modules[parent].__path__ = []
             setattr(modules[parent], last_name, module)
         else:
-            globals().setdefault(last_name, module)  # functions get_planner, incremental_dump stay
+            # The functions `get_planner` and `incremental_dump`, which have names of modules, stay.
+            globals().setdefault(last_name, module)
         _sys.modules[module.__name__] = modules[path] = module
     return modules
 
@@ -146,7 +151,7 @@ if _TYPE_CHECKING:  # type checkers cannot see the names that the table adds
 
 
 def install() -> None:
-    """Let `import dynamicemb` import this module, and its submodules.
+    """Make `import dynamicemb` import this module, and its submodules; a second call does nothing.
 
     Raises:
         RuntimeError: the real dynamicemb was imported before.
@@ -159,7 +164,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo the effect of `install`; a real dynamicemb stays."""
+    """Undo `install`; do nothing if nothing, or the real dynamicemb, is installed."""
     if _sys.modules.get("dynamicemb") is not _sys.modules[__name__]:
         return
     for name in ["dynamicemb", *(f"dynamicemb.{name}" for name in _modules)]:

@@ -1,7 +1,7 @@
-"""Translate DynamicEmb's options to emblib's specs; options without a counterpart raise.
+"""Convert DynamicEmb's options to emblib's specs; unsupported options raise.
 
-`spec` translates the options of a table. `precision`, `device` and `optimizer` translate what all
-tables of a module share.
+`spec` converts the options of a table. `precision`, `device` and `optimizer` convert the arguments
+that all tables of a module share.
 """
 
 import math
@@ -36,7 +36,7 @@ from emblib.compat.dynamicemb_types import (
 from emblib.compat.fbgemm_types import EmbOptimType, WeightDecayMode
 from emblib.init import Constant, KeyModulo, Normal, TruncatedNormal, Uniform
 
-# Eviction order by score strategy, in emblib and in DynamicEmb.
+# emblib's and DynamicEmb's eviction order for each score strategy.
 _EVICTIONS = {
     DynamicEmbScoreStrategy.TIMESTAMP: (Eviction.LRU, DynamicEmbEvictStrategy.LRU),
     DynamicEmbScoreStrategy.STEP: (Eviction.STEP, DynamicEmbEvictStrategy.CUSTOMIZED),
@@ -57,12 +57,12 @@ _INSERT_FAILURES = {
 
 
 def eviction(strategy: dynamicemb_types.ScoreStrategy) -> Eviction:
-    """Return the eviction order of a score strategy."""
+    """Return emblib's eviction order for a score strategy."""
     return Eviction.LRU_LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][0]
 
 
 def evict_strategy(strategy: dynamicemb_types.ScoreStrategy) -> DynamicEmbEvictStrategy:
-    """Return DynamicEmb's name of the eviction order of a score strategy."""
+    """Return DynamicEmb's eviction order for a score strategy."""
     return DynamicEmbEvictStrategy.LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][1]
 
 
@@ -75,9 +75,9 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
         initial_state: initial value of its optimizer states.
 
     Raises:
-        ValueError: options are missing or contradict each other.
-        NotImplementedError: emblib does not have the options.
+        NotImplementedError: an option is not supported.
         TypeError: `admit_strategy` is not an AdmissionStrategy.
+        ValueError: options are missing, invalid or contradict each other.
     """
     _check_options(options, name)
     assert options.max_capacity is not None
@@ -103,7 +103,10 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
 
 
 def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
-    """Raise for options that are missing, contradict each other, or have no counterpart."""
+    """Raise for options that are missing, invalid, not supported, or contradict each other.
+
+    The errors are those of `spec`, which calls this first.
+    """
     for field in ("dim", "max_capacity"):
         if getattr(options, field) is None:
             raise ValueError(f"table {name!r} needs {field}: without a planner, set it")
@@ -129,8 +132,8 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
     bucket_capacity = options.bucket_capacity
     if bucket_capacity == dynamicemb_types.MAX_BUCKET_CAPACITY:
         raise NotImplementedError(
-            "bucket_capacity MAX_BUCKET_CAPACITY asks for the lowest key of the whole table to be "
-            "evicted; here it is the lowest in the 64 slots that a key may have"
+            "bucket_capacity MAX_BUCKET_CAPACITY evicts the key with the lowest score of the whole "
+            "table; emblib evicts the lowest one in the 64 slots that a new key may have"
         )
     if bucket_capacity <= 0 or bucket_capacity % dynamicemb_types.BUCKET_ALIGNMENT:
         raise ValueError(
@@ -140,7 +143,7 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
 
 
 def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
-    """Return the initializer of new rows; bounds that are None are +-1/sqrt(capacity)."""
+    """Return emblib's initializer of new rows; bounds of None are +-1/sqrt(capacity)."""
     bound = 1.0 / math.sqrt(capacity)
     low = -bound if args.lower is None else args.lower
     high = bound if args.upper is None else args.upper
@@ -160,10 +163,10 @@ def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
 def _admission(
     options: DynamicEmbTableOptions, row_initializer: Any, name: str
 ) -> FrequencyAdmission | None:
-    """Return the admission of a table; None admits all keys.
+    """Return the admission of a table; None admits all keys, as a threshold of 0 does.
 
-    Keys that are not admitted read values by the strategy's `initializer_args`, or by
-    `row_initializer` if the strategy has none. A threshold of 0 admits all keys.
+    Keys that are not admitted read the values of the strategy's `initializer_args`, or those of
+    `row_initializer` if the strategy has none.
     """
     strategy, counter = options.admit_strategy, options.admission_counter
     if strategy is None and counter is None:
@@ -195,9 +198,9 @@ def _admission(
 
 
 def _insert_failure(options: DynamicEmbTableOptions) -> OnInsertFailure:
-    """Return the reaction to keys without a slot that `safe_check_mode` requests.
+    """Return the reaction to keys for which there is no slot, by `safe_check_mode`.
 
-    A table without eviction at least warns: in DynamicEmb it would grow beyond max_capacity.
+    A table without eviction warns at least, because in DynamicEmb it grows beyond max_capacity.
     """
     requested = _INSERT_FAILURES[DynamicEmbCheckMode(options.safe_check_mode)]
     has_no_eviction = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
@@ -209,10 +212,13 @@ def _insert_failure(options: DynamicEmbTableOptions) -> OnInsertFailure:
 
 
 def precision(args: SimpleNamespace) -> Precision:
-    """Return the dtypes of a module, whose tables must have the same `embedding_dtype`.
+    """Return the dtypes of a module, and how 16-bit rows are rounded.
 
-    `args` are the arguments of the module. Optimizer states are float32. Different dtypes of
-    tables raise ValueError.
+    `args` are the arguments of the module. Optimizer states are float32. The seed of stochastic
+    rounding is that of torch's generator at this time.
+
+    Raises:
+        ValueError: tables have different `embedding_dtype`s.
     """
     dtypes = {o.embedding_dtype or torch.float32 for o in args.table_options}
     if len(dtypes) > 1:
@@ -226,10 +232,10 @@ def precision(args: SimpleNamespace) -> Precision:
 
 
 def device(requested_device: Any, options: Sequence[DynamicEmbTableOptions]) -> torch.device:
-    """Return the device of the tables: the requested one, if any.
+    """Return the device of the tables: `requested_device`, if it is not None.
 
-    Otherwise it is the GPU `device_id` of the first table if torch sees a GPU, else torch's default
-    device.
+    Otherwise it is the GPU `device_id` of the first table, if there is a `device_id` and torch sees
+    a GPU, and else torch's default device.
     """
     gpu_index = options[0].device_id
     if requested_device is None and gpu_index is not None and torch.cuda.is_available():
@@ -237,18 +243,18 @@ def device(requested_device: Any, options: Sequence[DynamicEmbTableOptions]) -> 
     return torch.empty(0, device=requested_device).device
 
 
-_ADAGRAD_NUMBERS = ("eps", "initial_accumulator_value")
-_ADAM_NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "initial_accumulator_value")
-# The numbers of each supported optimizer, besides the learning rate.
-_NUMBERS_OF_OPTIMIZER: dict[EmbOptimType, tuple[str, ...]] = {
+_ADAGRAD_HYPERPARAMETERS = ("eps", "initial_accumulator_value")
+_ADAM_HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "initial_accumulator_value")
+# Hyperparameters of each supported optimizer, other than the learning rate.
+_HYPERPARAMETERS_OF_OPTIMIZER: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.SGD: (),
     EmbOptimType.EXACT_SGD: (),
-    EmbOptimType.ADAM: _ADAM_NUMBERS,
-    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD_NUMBERS,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _ADAGRAD_NUMBERS,
+    EmbOptimType.ADAM: _ADAM_HYPERPARAMETERS,
+    EmbOptimType.EXACT_ADAGRAD: _ADAGRAD_HYPERPARAMETERS,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _ADAGRAD_HYPERPARAMETERS,
 }
-OPTIMIZERS = tuple(_NUMBERS_OF_OPTIMIZER)
-_DEFAULTS = {
+OPTIMIZERS = tuple(_HYPERPARAMETERS_OF_OPTIMIZER)
+_DEFAULT_HYPERPARAMETERS = {
     "eps": 1.0e-8,
     "initial_accumulator_value": 0.0,
     "momentum": 0.9,
@@ -264,17 +270,17 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     """Return the optimizer that the arguments `args` of a module describe.
 
     Raises:
-        NotImplementedError: DynamicEmb does not run the optimizer or an option either.
-        ValueError: a number, or the mode of weight decay, would have no effect.
+        NotImplementedError: the optimizer or an option is not supported, as in DynamicEmb.
+        ValueError: a hyperparameter, or the mode of weight decay, would have no effect.
     """
     kind = EmbOptimType(getattr(args.optimizer, "value", args.optimizer))
-    if kind not in _NUMBERS_OF_OPTIMIZER:
+    if kind not in _HYPERPARAMETERS_OF_OPTIMIZER:
         raise NotImplementedError(
             f"optimizer {kind.name} is not supported; those that are: "
-            f"{', '.join(k.name for k in _NUMBERS_OF_OPTIMIZER)}"
+            f"{', '.join(k.name for k in _HYPERPARAMETERS_OF_OPTIMIZER)}"
         )
-    for name in _DEFAULTS.keys() - set(_NUMBERS_OF_OPTIMIZER[kind]):
-        if getattr(args, name) != _DEFAULTS[name]:
+    for name in _DEFAULT_HYPERPARAMETERS.keys() - set(_HYPERPARAMETERS_OF_OPTIMIZER[kind]):
+        if getattr(args, name) != _DEFAULT_HYPERPARAMETERS[name]:
             raise ValueError(
                 f"{name}={getattr(args, name)} has no part in {kind.name} (DynamicEmb ignores it): "
                 "leave it out"
@@ -296,13 +302,14 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
 
 def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
-    """Return the optimizer of a kind with its default numbers, e.g. for the bytes of its states.
+    """Return an optimizer with default hyperparameters, e.g. to count the bytes of its states.
 
-    A kind that is not in `OPTIMIZERS` raises NotImplementedError.
+    Raises:
+        NotImplementedError: `kind` is not in `OPTIMIZERS`.
     """
     return optimizer(
         SimpleNamespace(
-            **_DEFAULTS,
+            **_DEFAULT_HYPERPARAMETERS,
             optimizer=kind,
             learning_rate=0.01,
             gradient_clipping=False,
@@ -315,10 +322,11 @@ def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
 
 
 def _check_decay(args: SimpleNamespace, kind: EmbOptimType) -> None:
+    """Raise unless the optimizer has the mode of weight decay, and no regularisation is set."""
     mode = WeightDecayMode(args.weight_decay_mode)
     allowed_modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.ADAM:
-        allowed_modes.add(WeightDecayMode.DECOUPLE)  # its decay is decoupled under either name
+        allowed_modes.add(WeightDecayMode.DECOUPLE)  # Adam's decay is decoupled in both modes
     if mode not in allowed_modes:
         raise ValueError(
             f"weight_decay_mode of {kind.name} must be one of "

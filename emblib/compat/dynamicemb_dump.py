@@ -1,4 +1,4 @@
-"""DynamicEmb's functions over whole models: dump and load, scores, and what changed."""
+"""DynamicEmb's functions of whole models: dump, load, scores, and incremental dumps."""
 
 import contextlib
 import os
@@ -21,22 +21,23 @@ from emblib.sharding.dense import unwrapped
 from emblib.sharding.ranks import RankGroup
 
 Scores = int | Mapping[str, Mapping[str, int]]
-"""One number for all tables, or numbers by module (path or name) and table."""
+"""One number for all tables; or numbers by module, its path or name, and by table."""
 
 
 class _DumpedTable(NamedTuple):
-    """A table, and the directory that has its files."""
+    """A table of a dump."""
 
-    directory: Path
+    directory: Path  # directory of its files
     module: DynamicEmbTables
     name: str
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
-    """Yield path (from `model` on), name and tables of all modules with dynamic tables.
+    """Yield path, name and tables of all modules with dynamic tables in a model.
 
     These are modules of tables, and sharded collections with tables that a planner of DynamicEmb
-    made dynamic. Wrappers such as `DistributedModelParallel` are not part of the path.
+    made dynamic. A path begins with "model"; wrappers such as `DistributedModelParallel` are not
+    part of it.
     """
     for path, module in unwrapped(model).named_modules(prefix="model"):
         tables: Any = module
@@ -49,11 +50,11 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
 def _numbers_by_module(
     model: nn.Module, numbers: Scores
 ) -> Iterator[tuple[str, DynamicEmbTables, dict[str, int]]]:
-    """Yield path and tables of each module that `numbers` names, and the numbers by table.
+    """Yield path, tables, and numbers by table, of each module that `numbers` names.
 
     Raises:
-        TypeError: the value is neither an int nor ints by module and table.
-        ValueError: there is no such module.
+        TypeError: `numbers` is neither an int nor a mapping.
+        ValueError: the model does not have a module.
     """
     modules = list(modules_of(model))
     if isinstance(numbers, int) and not isinstance(numbers, bool):
@@ -71,9 +72,9 @@ def _numbers_by_module(
 def _check_modules(
     modules: Sequence[tuple[str, str, DynamicEmbTables]], requested: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for requested modules that are not among `modules`, by path or name.
+    """Raise ValueError unless all keys of `requested` are paths or names of `modules`.
 
-    Raises TypeError if `requested` has no names of modules.
+    Raise TypeError if `requested` is not a mapping.
     """
     if not isinstance(requested, Mapping):
         raise TypeError(f"tables are requested by module, a dict of lists, got {requested!r}")
@@ -86,21 +87,26 @@ def _check_modules(
 
 
 def set_score(model: nn.Module, table_score: Scores) -> None:
-    """Set the scores that keys of the next batches get, in CUSTOMIZED tables.
+    """Set the scores that keys of the next batches get in CUSTOMIZED tables.
+
+    Args:
+        model: model with modules of dynamic tables, see `modules_of`.
+        table_score: one score for all tables, or scores by module and table.
 
     Raises:
-        TypeError: the value is neither an int nor ints by module and table.
-        ValueError: no such module or table, a table that is not CUSTOMIZED, or the score 0. Other
-            modules may have got their scores.
+        TypeError: `table_score` is neither an int nor ints by module and table.
+        ValueError: a module or table does not exist, a table is not CUSTOMIZED, or a score is 0.
+            Scores of other modules may be set by then.
     """
     for _, module, scores in _numbers_by_module(model, table_score):
         module.set_score(scores)
 
 
 def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
-    """Return the next batch's scores by path of the module and table; None without such modules.
+    """Return the scores of the next batch's keys, by path of the module and by table.
 
-    CUSTOMIZED tables without a score are left out.
+    The result is None if the model has no dynamic tables. CUSTOMIZED tables without a score are
+    left out.
     """
     scores = {path: module.get_score() for path, _, module in modules_of(model)}
     return scores or None
@@ -109,15 +115,22 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
 def incremental_dump(
     model: nn.Module, score_threshold: Scores, pg: Any = None
 ) -> tuple[dict[str, dict[str, tuple[Tensor, Tensor]]], dict[str, dict[str, int]]]:
-    """Return keys and rows whose score is at least the threshold, and the next thresholds.
+    """Return the keys with scores from a threshold on, of all ranks, and the next thresholds.
 
-    Both results are dicts by path of the module and name of the table. Keys, sorted int64 `[N]`,
-    and rows `[N, D]` are on the CPU. They are those of all ranks of `pg`, which all call this; None
-    is all processes. A CUSTOMIZED table without a score has no next threshold.
+    All ranks must call this, with the same arguments.
+
+    Args:
+        model: model with modules of dynamic tables, see `modules_of`.
+        score_threshold: minimum score of all tables, or minimum scores by module and table.
+        pg: process group of the ranks; None is all processes.
+
+    Returns:
+        two dicts by path of the module and by table: keys, sorted int64 `[N]`, and rows `[N, D]`,
+        on the CPU; and thresholds for the next call. A CUSTOMIZED table without a score has none.
 
     Raises:
         TypeError: `score_threshold` is neither an int nor ints by module and table.
-        ValueError: there is no such module or table.
+        ValueError: a module or table does not exist.
     """
     rows_by_module, scores = {}, {}
     for path, module, thresholds in _numbers_by_module(model, score_threshold):
@@ -136,29 +149,32 @@ def DynamicEmbDump(
 ) -> None:
     """Write the tables of a model in DynamicEmb's files, one directory per module.
 
-    All ranks of `pg` call this; each writes the entries of its own tables (of a sharded collection,
-    those whose keys `dist_type` routes to it), in files such as
-    `<table>_emb_keys.rank_<r>.world_size_<W>`. The files of an earlier dump stay until every rank
-    has written its new files, so the disk needs space for both. Then the files of all tables are
-    replaced together: after a failure or an interrupt, all files are old or all are new. If the
-    process is killed while it replaces them, `DynamicEmbLoad` refuses the directory, and the old
-    files are in `.<table>.old`.
+    All ranks must call this. Each writes the entries of its own tables; of a sharded collection it
+    writes those whose keys `dist_type` routes to it. Names of files are such as
+    `<table>_emb_keys.rank_<r>.world_size_<W>`.
+
+    The files of an earlier dump stay until every rank has written its new files, so the disk needs
+    space for both. Then the files of all tables are replaced together: after a failure or an
+    interrupt, all files are old or all are new. If the process is killed while it replaces them,
+    `DynamicEmbLoad` refuses the directory, and the old files are in `.<table>.old`.
 
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
-        model: model with modules of dynamic tables, see `modules_of`; without one this warns.
-        table_names: tables to write, by name or path of their module; None writes all.
-        optim: whether optimizer states are written.
-        counter: whether the counts of admission are written.
-        pg: the ranks; None is all processes, or this one where none were initialised.
+        model: model with modules of dynamic tables, see `modules_of`; without any this warns.
+        table_names: names of tables to write, by name or path of their module; None for all.
+        optim: whether to write optimizer states.
+        counter: whether to write the counts of admission.
+        pg: process group of the ranks; None is all processes.
         allow_overwrite: whether `path` may be a directory that is not empty.
 
     Raises:
-        FileExistsError: `path` is not empty and may not be overwritten, or is no directory.
+        FileExistsError: `path` is not empty and `allow_overwrite` is not set, or it is no
+            directory.
         NotImplementedError: DynamicEmb does not have the optimizer of a table.
         OSError: a file could not be written or moved; the earlier files are unchanged.
         RuntimeError: another rank failed; the earlier files are unchanged.
-        ValueError: there is no such module or table, or ranks write other paths or tables.
+        TypeError: `table_names` is not a mapping.
+        ValueError: a module or table does not exist, or ranks have different paths or tables.
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
@@ -175,9 +191,9 @@ def dump_module(
     counter: bool,
     pg: Any,
 ) -> None:
-    """Write tables of one module to a directory, which may have older files of them.
+    """Write tables of one module to a directory, and replace older files of them there.
 
-    See `DynamicEmbDump`; `table_names` of None writes all tables.
+    Arguments and errors are those of `DynamicEmbDump`; `table_names` None writes all tables.
     """
     ranks, root = RankGroup.from_value(pg), Path(save_dir)
     tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
@@ -186,6 +202,7 @@ def dump_module(
 
 
 def _checked_names(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
+    """Return the names of the tables, None for all; ValueError if the module does not have one."""
     requested_names = module.table_names if names is None else list(names)
     if unknown := sorted(set(requested_names) - set(module.table_names)):
         raise ValueError(f"there are no tables {unknown}, there are {module.table_names}")
@@ -200,9 +217,10 @@ def _dump(
     *,
     allow_overwrite: bool,
 ) -> None:
-    """Write tables below `root`: stage the files of all, then replace the earlier ones together.
+    """Write tables below `root`: write the files of all, then replace the earlier ones together.
 
-    All ranks call this with the same paths and tables. `omitted` may have "states" and "counts".
+    All ranks must call this, with the same paths and tables. `omitted` may have "states" and
+    "counts". New files are *staged*: they have other names until they replace the earlier ones.
     """
     directories_and_names = [(directory, name) for directory, _, name in tables]
     _check_same_tables(ranks, root, tables)
@@ -238,18 +256,18 @@ def _dump(
 
 
 def _discard(ranks: RankGroup, directories_and_names: Sequence[tuple[Path, str]]) -> None:
-    """Delete the staged files, on rank 0 only: it alone knows whether it is moving them."""
+    """Delete the staged files, on rank 0 only, which moves them."""
     for directory, name in directories_and_names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
 
 
 def _label(directory: Path, name: str) -> str:
-    """Return the name of a table within a dump."""
+    """Return a name for a table that is unique in a dump: its directory and name."""
     return f"{directory.name}/{name}"
 
 
 def _check_target(root: Path, *, allow_overwrite: bool) -> None:
-    """Raise FileExistsError where nothing may be written."""
+    """Raise FileExistsError if `root` is no directory, or has files that may not be replaced."""
     if root.exists() and not root.is_dir():
         raise FileExistsError(f"{root} is not a directory; give another path")
     if root.is_dir() and os.listdir(root) and not allow_overwrite:
@@ -274,9 +292,9 @@ def _check_same_tables(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTab
 def _all_ranks_succeed(
     ranks: RankGroup, outcome: str = "nothing was changed here"
 ) -> Iterator[None]:
-    """Call `raise_on_all_ranks` at the end of the block, with the exception that it raised.
+    """Raise at the end of the context on all ranks, if an exception was raised in it on any.
 
-    `outcome` tells in the message what has changed. Interrupts are raised at once, without waiting.
+    `outcome` says in the message what was changed. Interrupts are raised at once: other ranks wait.
     """
     error = None
     try:
@@ -287,7 +305,7 @@ def _all_ranks_succeed(
 
 
 class _CheckedFiles(NamedTuple):
-    """The files of a table, read and checked."""
+    """The content of the files of a table, checked."""
 
     module: DynamicEmbTables
     name: str
@@ -305,23 +323,32 @@ def DynamicEmbLoad(
 ) -> None:
     """Read a dump of DynamicEmb or of `DynamicEmbDump`, on any number of ranks.
 
-    All ranks of `pg` call this, with the arguments of `DynamicEmbDump`. If as many ranks load as
-    dumped, modules of tables read their rank's own files, otherwise all files, and take the keys
-    that the `dist_type` of the dump routes to them. Sharded collections read all files, and take
-    the keys that emblib's hash routes to their rank. With `optim`, the step, the learning rate and
-    the other numbers of the optimizer are loaded as well, except `initial_accumulator_value`:
-    another one than that of the table warns. All files of all tables, including the
-    numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
-    any rank.
+    All ranks must call this. If as many ranks load as dumped, modules of tables read the files of
+    their rank. Otherwise they read all files, and take the keys that the `dist_type` of the dump
+    routes to their rank. Sharded collections read all files, and take the keys that emblib's hash
+    routes to their rank.
+
+    All files of all tables are read and checked on all ranks before the first table is changed.
+
+    Args:
+        path: directory of the dump.
+        model: model with modules of dynamic tables, see `modules_of`; without any this warns.
+        table_names: names of tables to read, by name or path of their module; None for all.
+        optim: whether to read optimizer states, and the step, the learning rate and the other
+            numbers of the optimizer. An `initial_accumulator_value` is not loaded; it warns if it
+            is not that of the table.
+        counter: whether to read the counts of admission.
+        pg: process group of the ranks; None is all processes.
 
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
         NotImplementedError: DynamicEmb does not have the optimizer of a table.
-        ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
-            (`dist_type` continuous of DynamicEmb); no such module or table; ranks that read other
-            paths or tables. Nothing is changed.
         RuntimeError: another rank failed; the message says whether tables were changed.
+        TypeError: `table_names` is not a mapping.
+        ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
+            (`dist_type` continuous of DynamicEmb); a module or table does not exist; or ranks have
+            different paths or tables. Nothing is changed.
     """
     tables = list(_tables_of(Path(path), model, table_names))
     omitted = _omitted_parts(states=optim, counts=counter)
@@ -337,9 +364,9 @@ def load_module(
     counter: bool,
     pg: Any,
 ) -> None:
-    """Read tables of one module from the directory that `dump_module` wrote.
+    """Read tables of one module from a directory that `dump_module` wrote.
 
-    See `DynamicEmbLoad`; `table_names` of None reads all tables.
+    Arguments and errors are those of `DynamicEmbLoad`; `table_names` None reads all tables.
     """
     root = Path(save_dir)
     tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
@@ -350,6 +377,7 @@ def load_module(
 def _load(
     ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable], omitted: Sequence[str]
 ) -> None:
+    """Read and check the files of all tables, then change the tables; see `DynamicEmbLoad`."""
     _check_same_tables(ranks, root, tables)
     optim = "states" not in omitted
     tables_read, arguments = [], {}
@@ -375,7 +403,7 @@ def _read(
     name: str,
     omitted: Sequence[str],
 ) -> DynamicEmbTable:
-    """Read the entries of a table that this rank owns."""
+    """Return the entries of a table in a dump that belong to this rank."""
     has_same_world_size = dynamicemb_files.saved_world_size(directory, name) == ranks.size
     reads_own_file = has_same_world_size and module.reads_own_files
     table_module, index = module.table_module_of(name)
@@ -393,17 +421,18 @@ def _read(
 
 
 def _omitted_parts(**flags: bool | None) -> list[str]:
-    """Return which parts of a table, "states" and "counts", are neither written nor read."""
+    """Return the names of the flags that are not set: parts that are neither written nor read."""
     return [word for word, is_wanted in flags.items() if not is_wanted]
 
 
 def _tables_of(
     root: Path, model: nn.Module, names: Mapping[str, Sequence[str]] | None
 ) -> Iterator[_DumpedTable]:
-    """Yield the tables of a model whose names are requested; None requests all.
+    """Yield the tables `names` of a model, by module; None for all. Warn if it has no tables.
 
     Raises:
-        ValueError: no module, or no table of a module, has a requested name.
+        TypeError: `names` is not a mapping.
+        ValueError: a module or table does not exist.
     """
     modules = list(modules_of(model))
     _check_modules(modules, {} if names is None else names)

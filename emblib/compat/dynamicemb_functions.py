@@ -1,8 +1,8 @@
-"""DynamicEmb's functions of the tables of a module, whether it is sharded or not.
+"""DynamicEmb's functions of the tables of one module or sharded collection.
 
-`DynamicEmbTables` is the base of the module and of sharded collections. Its methods dump, load,
-fill and export tables and set their scores. The `opt_args` of a table are the entries of its file
-that describe the optimizer and the table.
+`DynamicEmbTables` is the base of both. Its methods dump, load, fill and export tables, and set
+scores. The *numbers* of a table (`opt_args`) are the hyperparameters, the step and the options that
+DynamicEmb saves with it in a JSON file.
 """
 
 import warnings
@@ -41,12 +41,15 @@ _OPTIMIZER_NAMES_IN_DUMPS = {
 def arguments_in_dumps(
     bags: DynamicEmbeddingBags, table: int, options: DynamicEmbTableOptions
 ) -> dict[str, Any]:
-    """Return the values of an optimizer and a table that DynamicEmb saves, by DynamicEmb's names.
+    """Return the numbers of a table, by DynamicEmb's names. Waits for a GPU.
 
-    `table` is the number of the table in `bags`. Waits for a GPU.
+    Args:
+        bags: module with the table.
+        table: number of the table in `bags`.
+        options: options of the table.
 
     Raises:
-        NotImplementedError: DynamicEmb does not have the optimizer or the decay.
+        NotImplementedError: DynamicEmb does not have the optimizer, or its weight decay.
     """
     optimizer: Any = bags.optimizer
     if type(optimizer) not in _OPTIMIZER_NAMES_IN_DUMPS:
@@ -82,26 +85,26 @@ def arguments_in_dumps(
 
 
 def dist_type_of_files(options: DynamicEmbTableOptions) -> str:
-    """Return the rule by which files of a table are read on another number of ranks.
+    """Return the rule that routes the keys of a table to the files of ranks.
 
-    For "continuous" it is "roundrobin". DynamicEmb's files of "continuous" have remainders of keys,
-    which `check_same_kind` refuses; files written here have whole keys.
+    For "continuous" it is "roundrobin". DynamicEmb's own files of "continuous" have remainders of
+    keys, which `check_same_kind` refuses; files written here have whole keys.
     """
     return "roundrobin" if options.dist_type == "continuous" else options.dist_type
 
 
-# Keys that `fill_table` draws at a time: so many that a rank of thousands owns some of them.
+# Number of keys that `fill_table` draws at a time; of so many, a rank of thousands owns some.
 _NUM_DRAWN_KEYS = 1 << 18
 
 
 @dataclass(frozen=True)
 class SavedNumbers:
-    """Checked state from which a table and its optimizer continue.
+    """Numbers of a file, checked, from which a table and its optimizer continue.
 
     Attributes:
-        hyperparameters: changes for `set_hyperparameters`.
-        step: value for `set_step`; None leaves the step unchanged.
-        step_score: value for `set_eviction_step`; None leaves the score unchanged.
+        hyperparameters: arguments for `set_hyperparameters`.
+        step: argument for `set_step`; None leaves the step unchanged.
+        step_score: argument for `set_eviction_step`; None leaves the score unchanged.
     """
 
     hyperparameters: Mapping[str, Any]
@@ -116,18 +119,19 @@ def check_same_kind(
     current: Mapping[str, Any],
     with_optimizer: bool,
 ) -> None:
-    """Check that a table was dumped by one of the same kind.
+    """Check that a dumped table has the same kind of eviction and optimizer as one that loads it.
 
     Args:
         table: name of the table.
         path: path of the file, for error messages.
-        content: parsed content of the file, as `arguments_in_dumps` returned it.
-        current: result of `arguments_in_dumps` of the table that loads.
+        content: parsed content of the file, a result of `arguments_in_dumps` at the time.
+        current: result of `arguments_in_dumps` for the table that loads.
         with_optimizer: whether the optimizer must be the same.
 
     Raises:
-        DumpError: an entry that should be a name is not a string.
-        ValueError: the table is of another kind.
+        DumpError: the name of an eviction strategy, optimizer or routing rule is not a string.
+        ValueError: the eviction strategy or the optimizer differs, or the files have remainders of
+            keys (`dist_type` continuous).
     """
     names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
     for name in names:
@@ -150,10 +154,10 @@ def check_same_kind(
 def _warn_of_initial_state(
     table: str, path: Path, content: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """Warn if new rows of the dumped table began with another optimizer state than here.
+    """Warn if new rows of the dumped table had another initial optimizer state than here.
 
     Raises:
-        DumpError: the value is not a number.
+        DumpError: the saved state is not a number.
     """
     name = "initial_accumulator_value"
     if name not in content or name not in current:
@@ -170,16 +174,16 @@ def _warn_of_initial_state(
 def checked_numbers(
     path: Path, content: Mapping[str, Any], optimizer: Any, *, counts_steps: bool = False
 ) -> SavedNumbers:
-    """Return the numbers in a file from which a table continues; missing ones stay as they are.
+    """Return the numbers of a file from which a table continues; numbers may be missing.
 
     Args:
         path: path of the file, for error messages.
         content: parsed content of the file.
-        optimizer: optimizer of the table; None skips its numbers.
-        counts_steps: whether the table has a score that counts steps.
+        optimizer: optimizer of the table; None leaves its numbers out.
+        counts_steps: whether the score of the table counts steps.
 
     Raises:
-        DumpError: a number is of the wrong type or out of range, or one beta lacks the other.
+        DumpError: a number is of the wrong type or out of range, or only one beta is there.
     """
     hyperparameters = {} if optimizer is None else _hyperparameter_changes(path, content, optimizer)
     step = step_score = None
@@ -193,7 +197,11 @@ def checked_numbers(
 def _hyperparameter_changes(
     path: Path, content: Mapping[str, Any], optimizer: Any
 ) -> dict[str, Any]:
-    """Return the changes for `set_hyperparameters` that a file has for `optimizer`."""
+    """Return the arguments for `set_hyperparameters` that a file has for `optimizer`.
+
+    Raises:
+        DumpError: a number is of the wrong type or out of range, or only one beta is there.
+    """
 
     def number(name: str) -> float:
         return float(entry_of(path, content, name, int, float))
@@ -238,25 +246,25 @@ def _whole_number(
 class DynamicEmbTables:
     """Base of modules and sharded collections with DynamicEmb's tables.
 
-    The tables of this process are tables of one or more `emblib.DynamicEmbeddingBags`.
+    The tables of this rank are in one or more `emblib.DynamicEmbeddingBags`.
     """
 
     @property
     def table_names(self) -> list[str]:
-        """Return the names of the tables."""
+        """Names of the tables."""
         raise NotImplementedError
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
-        """Return the module that has a table, and its number there."""
+        """Return the module that has a table, and the number of the table there."""
         raise NotImplementedError
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with defaults filled in."""
+        """Return the options of a table; those that were None have their defaults."""
         raise NotImplementedError
 
     @property
     def num_prefetched(self) -> int:
-        """Return the number of batches prefetched and not yet looked up; they count as steps."""
+        """Number of batches that are prefetched and not looked up yet; they count as steps."""
         return 0
 
     def _check_name(self, name: str) -> None:
@@ -266,17 +274,20 @@ class DynamicEmbTables:
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return the entries of a table that this rank writes; all ranks call this.
+        """Return the entries of a table that this rank writes. All ranks must call this.
 
-        `leave_out` may have "states" and "counts".
+        Args:
+            name: name of the table.
+            ranks: ranks that dump.
+            leave_out: parts that are not written, "states" or "counts".
         """
         module, index = self.table_module_of(name)
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
     def select_owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
-        """Return the entries of a dump whose keys belong on this rank, by the dump's `dist_type`.
+        """Return the entries of a dump whose keys belong to this rank, by the dump's `dist_type`.
 
-        A dump without one is read by the `dist_type` of the table.
+        For a dump without a `dist_type`, that of the table `name` is used.
         """
         dist_type = str(dump.arguments.get("dist_type", self.dist_type(name)))
         return dump.owned(
@@ -285,11 +296,11 @@ class DynamicEmbTables:
 
     @property
     def reads_own_files(self) -> bool:
-        """Return whether all keys of rank r are in the file of rank r, if as many ranks dumped."""
+        """True if the file of rank r has all keys of rank r, when as many ranks dumped as load."""
         return True
 
     def flush(self) -> None:
-        """Commit all rows to the backing store, and wait; without a store this does nothing."""
+        """Write all rows to the backing store, and wait for it; do nothing without a store."""
         for module in {
             id(module): module for module, _ in map(self.table_module_of, self.table_names)
         }.values():
@@ -298,9 +309,15 @@ class DynamicEmbTables:
     def export_keys_values(
         self, table_name: str, device: torch.device | str, batch_size: int = 65536
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys of this rank and their rows, float32 `[N, D]`, on `device`.
+        """Return the keys of this rank, int64 `[N]`, and their rows, float32 `[N, D]`.
 
-        `batch_size` rows are copied at a time; keys are int64 `[N]`, in a fixed order.
+        Args:
+            table_name: name of the table.
+            device: device of both tensors.
+            batch_size: number of rows that are copied at a time.
+
+        Raises:
+            ValueError: the table does not exist.
         """
         self._check_name(table_name)
         module, index = self.table_module_of(table_name)
@@ -315,19 +332,21 @@ class DynamicEmbTables:
     def fill_tables(
         self, load_factor: float = 0.95, tolerance: float = 1e-5, seed: int = 0
     ) -> None:
-        """Insert random keys until each table of this rank has `load_factor` of max_capacity.
+        """Insert random keys until each table of this rank is filled.
 
-        `load_factor` and `tolerance` are shares of max_capacity: a table that lacks at most
-        `tolerance` is not filled further.
+        Up to 65536 keys at a time are inserted by a forward in training mode without an update,
+        which counts as a training step. Rows get their initial values. If a forward inserts no key,
+        the table stays as it is.
 
-        Rows get their initial values. Up to 65536 keys at a time are inserted by a forward in
-        training mode without an update, which counts as a training step. A table that cannot take
-        more keys is left as it is.
+        Args:
+            load_factor: share of max_capacity up to which a table is filled, in (0, 1].
+            tolerance: share of max_capacity that may be missing.
+            seed: seed of the keys; table i uses `seed + i`.
 
         Raises:
             RuntimeError: a CUSTOMIZED table has no score.
-            ValueError: the load factor is outside of (0, 1], the tolerance is negative, or no
-                feature reads a table.
+            ValueError: `load_factor` is outside (0, 1], `tolerance` is negative, or no feature
+                reads a table.
         """
         if not tolerance >= 0.0:  # true for NaN
             raise ValueError(f"tolerance must be at least 0, got {tolerance}")
@@ -343,7 +362,7 @@ class DynamicEmbTables:
                 fill_table(module, index, target_size, generator, self.owns)
 
     def owns(self, keys: Tensor) -> Tensor:
-        """Return whether this rank may have each key, bool `[N]`."""
+        """Return whether each key may be on this rank, bool `[N]`."""
         return torch.ones_like(keys, dtype=torch.bool)
 
     def dump(
@@ -354,7 +373,10 @@ class DynamicEmbTables:
         table_names: Sequence[str] | None = None,
         pg: Any = None,
     ) -> None:
-        """Write tables to a directory, as `DynamicEmbDump` does for each module of a model."""
+        """Write the tables `table_names`, None for all, to the directory `save_dir`.
+
+        Arguments and errors are those of `DynamicEmbDump`; older files are replaced.
+        """
         from emblib.compat.dynamicemb_dump import dump_module
 
         dump_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
@@ -367,20 +389,20 @@ class DynamicEmbTables:
         table_names: Sequence[str] | None = None,
         pg: Any = None,
     ) -> None:
-        """Read the files of `dump`, as `DynamicEmbLoad` does."""
+        """Read the files of `dump`; arguments and errors are those of `DynamicEmbLoad`."""
         from emblib.compat.dynamicemb_dump import load_module
 
         load_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
 
     def set_score(self, named_score: Mapping[str, int]) -> None:
-        """Set the scores of CUSTOMIZED tables, by name, from the next batch on.
+        """Set the scores that keys of the next batches get in CUSTOMIZED tables, by table.
 
         A score below the previous one warns, unless `warns_of_lower_scores()` is False.
 
         Raises:
             TypeError: `named_score` is not a mapping, or a score is not an int.
-            ValueError: a score is 0, which DynamicEmb reserves; or a table does not exist or is not
-                a CUSTOMIZED one. Tables of other modules may have got their scores.
+            ValueError: a score is 0, which DynamicEmb reserves, or a table does not exist or is not
+                CUSTOMIZED. Scores of other modules may be set by then.
         """
         if not isinstance(named_score, Mapping):
             raise TypeError(f"scores must be ints by name of a table, got {named_score!r}")
@@ -403,7 +425,10 @@ class DynamicEmbTables:
                 )
 
     def get_score(self) -> dict[str, int]:
-        """Return the next batch's score by table; none for CUSTOMIZED tables without a score."""
+        """Return the score of the next batch's keys, by table.
+
+        A CUSTOMIZED table without a score is left out. LFU tables have 1.
+        """
         scores = {}
         for name in self.table_names:
             module, index = self.table_module_of(name)
@@ -418,9 +443,10 @@ class DynamicEmbTables:
         return scores
 
     def opt_args(self, table: str) -> dict[str, Any]:
-        """Return the values that DynamicEmb saves with a table; waits for the device.
+        """Return the numbers of a table, by DynamicEmb's names. Waits for a GPU.
 
-        An optimizer that DynamicEmb does not have raises NotImplementedError.
+        Raises:
+            NotImplementedError: DynamicEmb does not have the optimizer, or its weight decay.
         """
         options = self.options_of(table)
         saved = arguments_in_dumps(*self.table_module_of(table), options)
@@ -431,17 +457,17 @@ class DynamicEmbTables:
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
     ) -> SavedNumbers:
-        """Check the saved numbers of a table and return them for `set_opt_args`; change nothing.
+        """Check the saved numbers of a table, and return them for `set_opt_args`; change nothing.
 
         Args:
             table: name of the table.
             path: path of the file, for error messages.
             content: parsed content of the file.
-            with_optimizer: whether the numbers of the optimizer are wanted.
+            with_optimizer: whether to return the numbers of the optimizer.
 
         Raises:
-            DumpError: an entry is of the wrong type or out of range, or one beta lacks the other.
-            ValueError: it was saved with another kind of table.
+            DumpError: an entry is of the wrong type or out of range, or only one beta is there.
+            ValueError: the table was saved with another eviction strategy or optimizer.
         """
         options, (module, index) = self.options_of(table), self.table_module_of(table)
         current = arguments_in_dumps(module, index, options)
@@ -453,7 +479,7 @@ class DynamicEmbTables:
         return checked_numbers(path, content, optimizer, counts_steps=counts_steps)
 
     def set_opt_args(self, table: str, saved: SavedNumbers) -> None:
-        """Set the numbers that `check_opt_args` returned."""
+        """Set the numbers of a table, and of the optimizer of its module; see `check_opt_args`."""
         module, index = self.table_module_of(table)
         if saved.step_score is not None:
             module.set_eviction_step(index, saved.step_score)
@@ -465,15 +491,21 @@ class DynamicEmbTables:
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
-        """Return (keys, rows) by table, and the scores of the next batch by table.
+        """Return the keys with scores from a threshold on, of all ranks, and the next thresholds.
 
-        All ranks of `pg` call this, for the same tables in the same order, and get the keys of all
-        ranks whose score is at least the threshold of the table; None is all processes. Keys are
-        sorted int64 `[N]`, rows `[N, D]`, both on the CPU. The scores are thresholds for the next
-        call; a CUSTOMIZED table without a score has none.
+        All ranks must call this, with the same tables in the same order.
+
+        Args:
+            named_thresholds: minimum score, by table.
+            pg: process group of the ranks; None is all processes.
+
+        Returns:
+            keys, sorted int64 `[N]`, and rows `[N, D]` by table, on the CPU; and the score of the
+            next batch by table, the threshold for the next call. A CUSTOMIZED table without a score
+            has none.
 
         Raises:
-            ValueError: there is no such table.
+            ValueError: a table does not exist.
         """
         ranks = RankGroup.from_value(pg)
         entries_by_table: dict[str, tuple[Tensor, Tensor]] = {}
@@ -495,27 +527,30 @@ class DynamicEmbTables:
         return entries.keys[positions], entries.rows["weight"][positions].cpu()
 
     def has_uses_first(self, table: str) -> bool:
-        """Return whether files store a key's uses before its time, as (LFU, TIMESTAMP) does."""
+        """Return whether files have the uses of a key before its time, as for (LFU, TIMESTAMP)."""
         strategy = self.options_of(table).score_strategy
         return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
 
     def dist_type(self, table: str) -> str:
-        """Return the name of the rule that routes the keys in a table's files to ranks."""
+        """Return the rule that routes the keys of a table to the files of ranks."""
         return dist_type_of_files(self.options_of(table))
 
 
 def is_compound(strategy: Any) -> bool:
-    """Return whether a strategy combines time and uses."""
+    """Return whether a score strategy is a tuple of TIMESTAMP and LFU."""
     return isinstance(strategy, tuple) and frozenset(strategy) == COMPOUND
 
 
 def raise_on_all_ranks(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
-    """Raise on every rank if any rank failed; all ranks call this, and wait for each other.
+    """Raise on every rank if any rank failed. All ranks must call this, and wait for each other.
 
     Args:
-        ranks: ranks that agree.
-        error: the error of this rank, which it raises; None if it has none.
+        ranks: the ranks.
+        error: error of this rank, which this rank raises; None for none.
         outcome: state of the tables after a failure, for the message of the other ranks.
+
+    Raises:
+        RuntimeError: only another rank failed.
     """
     messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -532,10 +567,17 @@ def fill_table(
     generator: torch.Generator,
     owns: Callable[[Tensor], Tensor],
 ) -> None:
-    """Insert random keys until a table has `target_size` keys, by training forwards without update.
+    """Insert random keys until a table has `target_size` keys, or a forward inserts none.
 
-    Ends early if a forward inserts no key. Only keys for which `owns` is true are used. A table
-    that no feature reads raises ValueError.
+    Args:
+        module: module with the table, which runs training forwards without an update.
+        index: number of the table in `module`.
+        target_size: number of keys.
+        generator: generator of the keys, on the CPU.
+        owns: function that returns which keys may be inserted, bool `[N]`.
+
+    Raises:
+        ValueError: no feature reads the table.
     """
     if index not in module.feature_tables:
         raise ValueError(

@@ -1,8 +1,8 @@
 """DynamicEmb's helpers: names of types and files, sizes of states, and the tables of a model.
 
-Programs around DynamicEmb, its examples among them, import these from its submodules. What drives
-its kernels (storages, caches, optimizer and initializer objects) has no counterpart: those names
-import, and raise where they are used (`RAISES`).
+Programs that use DynamicEmb, e.g. its examples, import these from its submodules. emblib does not
+have the objects that drive DynamicEmb's kernels: storages, caches, optimizers and initializers.
+Their names can be imported, and raise when they are used (`RAISES`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from emblib.sharding.dense import unwrapped
 KEY_TYPE = SCORE_TYPE = COUNTER_TYPE = DEFAULT_INDEX_TYPE = torch.int64
 EMBEDDING_TYPE = OPT_STATE_TYPE = torch.float32
 DEBUG_EMB_INITIALIZER_MOD = 100000
-"""Number of values that initializers of mode DEBUG have: a key modulo this."""
+"""Divisor of initializers of mode DEBUG: the initial value is the key modulo this number."""
 
 TORCHREC_TYPES = {
     torchrec_sharders.EmbeddingBagCollection,
@@ -42,7 +42,7 @@ TORCHREC_TYPES = {
 
 
 class DynamicEmbDataType(enum.Enum):
-    """Types of numbers in DynamicEmb's tables."""
+    """DynamicEmb's names of dtypes."""
 
     Float32 = torch.float32
     BFloat16 = torch.bfloat16
@@ -64,27 +64,27 @@ def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
     """Return DynamicEmb's name of a dtype.
 
     Raises:
-        ValueError: its tables do not have the dtype.
+        ValueError: DynamicEmb does not have the dtype.
     """
     return DynamicEmbDataType(torch_dtype)
 
 
 def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
-    """Return the dtype of DynamicEmb's name."""
+    """Return the dtype of a name of DynamicEmb."""
     return DynamicEmbDataType(data_type).value
 
 
 def data_type_to_dyn_emb(data_type: Any) -> DynamicEmbDataType:
-    """Return DynamicEmb's name of TorchRec's data type.
+    """Return DynamicEmb's name of a data type of TorchRec, or of a dtype.
 
     Raises:
-        ValueError: the type is quantised, which its tables do not have.
+        ValueError: the type is quantised or an integer, or DynamicEmb does not have it.
     """
     return torch_to_dyn_emb(torchrec_types.data_type_to_dtype(data_type))
 
 
 def dtype_to_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of one number of a dtype."""
+    """Return the bytes per number of a dtype."""
     return dtype.itemsize
 
 
@@ -92,10 +92,10 @@ def dtype_to_bytes(dtype: torch.dtype) -> int:
 
 
 def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
-    """Return the eviction order of a name such as "KLru"; dumps have "EvictStrategy.KLru".
+    """Return the eviction order of a name, e.g. "KLru"; dumps have "EvictStrategy.KLru".
 
     Raises:
-        ValueError: no such name.
+        ValueError: the name is unknown.
     """
     strategy_of_name = {f"K{s.name.title().replace('_', '')}": s for s in DynamicEmbEvictStrategy}
     if strategy_str not in strategy_of_name:
@@ -110,8 +110,8 @@ def get_optimizer_state_dim(
 ) -> int:
     """Return how many numbers of optimizer state a row has in memory.
 
-    They are as many as in a dump, see `get_optimizer_ckpt_state_dim`. In DynamicEmb the state of
-    row-wise Adagrad is padded to 16 bytes, which depends on `dtype`; here it is not padded.
+    The result is that of `get_optimizer_ckpt_state_dim`, which has the arguments and errors.
+    DynamicEmb pads the state of row-wise Adagrad to 16 bytes; emblib does not pad it.
     """
     return get_optimizer_ckpt_state_dim(optimizer_type, dim, dtype)
 
@@ -122,12 +122,12 @@ def get_optimizer_ckpt_state_dim(
     """Return how many numbers of optimizer state a row has in a dump.
 
     Args:
-        optimizer_type: the optimizer.
+        optimizer_type: optimizer of the table.
         dim: length of a row.
-        dtype: without effect, as states are float32.
+        dtype: ignored: states are float32.
 
     Raises:
-        NotImplementedError: DynamicEmb does not run the optimizer.
+        NotImplementedError: dynamic tables cannot have the optimizer.
     """
     rule = dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
     return num_state_values(rule, dim)
@@ -135,7 +135,7 @@ def get_optimizer_ckpt_state_dim(
 
 # Files of dumps
 
-# Items of files in a dump, by the suffixes that `find_files` takes.
+# Names of items in the names of files, by the suffixes that `find_files` takes.
 _ITEM_OF_SUFFIX = {
     "emb_keys": "emb_keys",
     "emb_values": "emb_values",
@@ -154,10 +154,12 @@ def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
 def encode_checkpoint_file_path(
     root_path: str, table_name: str, rank: int, world_size: int, item: str
 ) -> str:
-    """Return the path of a rank's keys, values, scores or opt_values of a table.
+    """Return the path of a rank's file with an item of a table.
+
+    `item` is "keys", "values", "scores" or "opt_values".
 
     Raises:
-        ValueError: the item is unknown.
+        ValueError: `item` is another one.
     """
     return _item_path(root_path, table_name, rank, world_size, f"emb_{item}")
 
@@ -165,10 +167,12 @@ def encode_checkpoint_file_path(
 def encode_counter_checkpoint_file_path(
     root_path: str, table_name: str, rank: int, world_size: int, item: str
 ) -> str:
-    """Return the path of the keys or frequencies that a rank's admission counted.
+    """Return the path of a rank's file with the counts of admission of a table.
+
+    `item` is "keys" or "frequencies".
 
     Raises:
-        ValueError: the item is unknown.
+        ValueError: `item` is another one.
     """
     return _item_path(root_path, table_name, rank, world_size, f"counter_{item}")
 
@@ -181,14 +185,20 @@ def _item_path(root: str, table: str, rank: int, world_size: int, item: str) -> 
 
 
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
-    """Return the files of a table's item, in the order of the ranks, and the dump's world size.
+    """Return the files of an item of a table, in the order of the ranks, and the number of ranks.
 
-    The item is chosen by `suffix`, a key of `_ITEM_OF_SUFFIX`. Without files the result is `[]`, 0.
+    Args:
+        root_path: directory of the dump.
+        table_name: name of the table.
+        suffix: name of the item, e.g. "emb_keys", a key of `_ITEM_OF_SUFFIX`.
+
+    Returns:
+        the paths, and the number of ranks that dumped; `[]` and 0 if there are no files.
 
     Raises:
-        ValueError: the suffix is unknown.
-        DumpError: some of the files are missing, or the dump has no keys, or keys of two sizes of
-            the world.
+        DumpError: some of the files are missing, or the dump has no keys, or keys of dumps of
+            different numbers of ranks.
+        ValueError: `suffix` is unknown.
     """
     if suffix not in _ITEM_OF_SUFFIX:
         raise ValueError(f"suffix must be one of {list(_ITEM_OF_SUFFIX)}, got {suffix!r}")
@@ -209,9 +219,10 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
 
 
 def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, str, nn.Module]]:
-    """Return the sharded collections of a model: path, name, and collection.
+    """Return path, name and module of each sharded collection in a model.
 
-    A path is `path` followed by "model", without a dot between them, and the path within `module`.
+    A path begins with `path` and "model", without a dot between them; the path within `module`
+    follows.
     """
     collection_classes = (
         sharding.ShardedEmbeddingBagCollection,
@@ -225,20 +236,20 @@ def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, s
 
 
 def get_dynamic_emb_module(model: nn.Module) -> list[DynamicEmbTables]:
-    """Return the modules of dynamic tables in a model, those of sharded collections included."""
+    """Return the modules of dynamic tables in a model, also those of sharded collections."""
     return [tables for _, _, tables in modules_of(model)]
 
 
 def check_emb_collection_modules(
     module: nn.Module, ret_list: list[Any], visited: set[int] | None = None
 ) -> None:
-    """Append the result of `get_dynamic_emb_module` to a list, once per module.
+    """Append the result of `get_dynamic_emb_module` to a list, unless the module was visited.
 
     Args:
         module: model or part of one.
-        ret_list: list that is extended.
-        visited: ids of modules for which nothing is appended; the id of `module` is added. None is
-            an empty set.
+        ret_list: list, which is extended.
+        visited: set of the ids of visited modules, to which that of `module` is added; None is an
+            empty set.
     """
     visited = set() if visited is None else visited
     if id(module) not in visited:
@@ -251,7 +262,7 @@ DynamicEmbeddingCollectionContext = torchrec_sharders.EmbeddingCollectionContext
 
 
 class _ShardedDynamic(type):
-    """Type of the classes of sharded collections; instances are emblib's with dynamic tables."""
+    """Metaclass whose classes have emblib's sharded dynamic collections as instances."""
 
     emblib_class: type
 
@@ -315,4 +326,4 @@ RAISES = {
     for reason, names in _NAMES_OF_REASON
     for name in names.split()
 }
-"""Names that import and raise where they are used, with what to use instead."""
+"""Names that can be imported, and raise when they are used, with advice."""

@@ -1,7 +1,8 @@
-"""DynamicEmb's planner: constraints, capacities and bytes of dynamic tables, and whole plans.
+"""DynamicEmb's planner: constraints, capacities and bytes of dynamic tables, and plans.
 
-Tables with `use_dynamicemb` are row-wise over all ranks. The plan of all tables is that of
-TorchRec's planner (`emblib.compat.torchrec`), which counts the memory of dynamic tables as it is.
+Tables with `use_dynamicemb` are row-wise over all ranks. TorchRec's planner, that of
+`emblib.compat.torchrec`, plans all tables; dynamic tables have hash storage for it, so that their
+memory is counted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from emblib.compat.torchrec_types import data_type_to_dtype
 from emblib.sharding import RankGroup, planner
 from emblib.sharding.shard import collections_of
 
-DEFAULT_BUCKET_CAPACITY = 128
+DEFAULT_BUCKET_CAPACITY = 128  # rows per bucket
 
 
 # Capacities and bytes
@@ -53,10 +54,10 @@ def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
 
 
 def _rows_per_bucket(bucket_capacity: int) -> int:
-    """Return the rows per bucket: the rows of a table are a multiple of this number.
+    """Return the number of rows per bucket, of which the rows of a table are a multiple.
 
     Raises:
-        ValueError: a bucket is not a positive multiple of BUCKET_ALIGNMENT.
+        ValueError: `bucket_capacity` is not a positive multiple of BUCKET_ALIGNMENT.
     """
     if bucket_capacity == MAX_BUCKET_CAPACITY:  # one bucket per table
         return BUCKET_ALIGNMENT
@@ -70,10 +71,11 @@ def _rows_per_bucket(bucket_capacity: int) -> int:
 def get_sharded_table_capacity(
     embedding_config: Any, world_size: int, bucket_capacity: int = DEFAULT_BUCKET_CAPACITY
 ) -> int:
-    """Return the rows of a table per rank: its share of `num_embeddings` in whole buckets.
+    """Return the rows per rank of a table: its share of `num_embeddings`, rounded up to buckets.
 
     Raises:
-        ValueError: there are no ranks, or a bucket is not a positive multiple of BUCKET_ALIGNMENT.
+        ValueError: `world_size` is not positive, or `bucket_capacity` is not a positive multiple of
+            BUCKET_ALIGNMENT.
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be positive, got {world_size}")
@@ -82,6 +84,7 @@ def get_sharded_table_capacity(
 
 
 def _optimizer_of(optimizer_type: Any) -> optim.Optimizer:
+    """Return an optimizer by its `EmbOptimType`; NotImplementedError if tables cannot have it."""
     return dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
 
 
@@ -91,10 +94,13 @@ def get_table_value_bytes(
     world_size: int,
     bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
 ) -> int:
-    """Return the bytes of rows and optimizer states of a table over all ranks.
+    """Return the bytes of rows and optimizer states of a table on all ranks together.
 
-    States are float32; in DynamicEmb they have the dtype of the rows. Raises as
-    `get_sharded_table_capacity`, and NotImplementedError for an optimizer without dynamic tables.
+    States are float32; in DynamicEmb they have the dtype of the rows.
+
+    Raises:
+        NotImplementedError: dynamic tables cannot have the optimizer.
+        ValueError: `world_size` or `bucket_capacity` is invalid, see `get_sharded_table_capacity`.
     """
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
     dtype = data_type_to_dtype(embedding_config.data_type)
@@ -109,11 +115,13 @@ def get_constraint_capacity(
     optimizer_type: Any,
     bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
 ) -> int:
-    """Return the rows in whole buckets that fit into memory: at least one bucket, with a warning.
+    """Return the number of rows, in whole buckets, that fit into `memory_bytes`.
+
+    If not even one bucket fits, warn, and return the rows of one bucket.
 
     Raises:
-        NotImplementedError: dynamic tables do not have the optimizer.
-        ValueError: a bucket is not a positive multiple of BUCKET_ALIGNMENT.
+        NotImplementedError: dynamic tables cannot have the optimizer.
+        ValueError: `bucket_capacity` is not a positive multiple of BUCKET_ALIGNMENT.
     """
     bucket_rows = _rows_per_bucket(bucket_capacity)
     bucket_bytes = bytes_per_row(dtype, dim, _optimizer_of(optimizer_type)) * bucket_rows
@@ -130,9 +138,9 @@ def get_constraint_capacity(
 def complete_initializer_args(
     initializer_args: DynamicEmbInitializerArgs, *, embedding_config: Any = None
 ) -> DynamicEmbInitializerArgs:
-    """Return a copy whose missing uniform bounds are filled in; other modes return the argument.
+    """Return a copy in which bounds of None are set; return other modes than UNIFORM unchanged.
 
-    The bounds are +-sqrt(1 / num_embeddings), or 0 and 1 without a configuration.
+    The bounds are +-sqrt(1 / num_embeddings), or 0 and 1 without an `embedding_config`.
     """
     if initializer_args.mode is not DynamicEmbInitializerMode.UNIFORM:
         return initializer_args
@@ -153,13 +161,18 @@ def complete_initializer_args(
 
 @dataclass
 class DynamicEmbParameterConstraints(ParameterConstraints):
-    """Constraints of the planner for a table; with `use_dynamicemb` it is dynamic.
+    """Constraints of the planner for a table, which may be dynamic.
 
-    For a dynamic table `enforce_hbm` and `bounds_check_mode` have no effect: its options say which
-    rows are in memory of the device, and every id is valid.
+    For a dynamic table `enforce_hbm` and `bounds_check_mode` have no effect: its options determine
+    how many rows are in device memory, and every id is valid.
+
+    Attributes:
+        use_dynamicemb: whether the table is dynamic.
+        dynamicemb_options: options of a dynamic table.
 
     Raises:
-        ValueError: a dynamic table has no options, or is not row-wise.
+        ValueError: a dynamic table has no options, or other sharding types than ROW_WISE; or an
+            attribute is set that `ParameterConstraints` refuses.
     """
 
     use_dynamicemb: bool | None = False
@@ -185,21 +198,34 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
 
 
 class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, with DynamicEmb's name."""
+    """TorchRec's enumerator, under DynamicEmb's name."""
 
 
 class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Planner of models with dynamic tables, with DynamicEmb's arguments.
 
-    With `eb_configs`, `constraints` must have an entry for each, and the model these tables; None
-    compares nothing. Planning changes the options of dynamic tables in place, as in DynamicEmb: it
-    sets `dim`, `max_capacity` (per rank) and `local_hbm_for_values` (the rank's share of
-    `global_hbm_for_values`), sets or rounds `init_capacity`, and fills in uniform bounds. An
-    `enumerator` must have the constraints of the planner.
+    As in DynamicEmb, planning changes the options of dynamic tables in place: it sets `dim`,
+    `max_capacity` (per rank), `local_hbm_for_values` (the rank's share of `global_hbm_for_values`)
+    and uniform bounds of None, and sets or rounds `init_capacity`.
+
+    Args:
+        eb_configs: configurations of all tables of the model, each of which must have an entry in
+            `constraints`; None for no such check.
+        topology: the ranks, see `EmbeddingShardingPlanner`.
+        batch_size: examples per rank.
+        enumerator: enumerator, whose constraints must be those of the planner.
+        storage_reservation: memory that tables must not use.
+        proposer: argument that must be None.
+        partitioner: argument that must be None.
+        performance_model: argument that must be None.
+        stats: argument that must be None.
+        constraints: constraints by table.
+        debug: ignored.
+        others: further arguments of `EmbeddingShardingPlanner`.
 
     Raises:
-        ValueError: constraints and configurations with other names, a name that occurs twice, or
-            parts of a planner that emblib's does not have.
+        ValueError: a name occurs twice, `eb_configs` and `constraints` have different names, an
+            argument that must be None is set, or `enumerator` differs.
     """
 
     def __init__(
@@ -239,6 +265,7 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         )
 
     def _check_names(self, names: Sequence[str]) -> None:
+        """Raise ValueError unless names are distinct, and those of the constraints."""
         if len(set(names)) != len(names):
             raise ValueError(f"names of tables must be unique, got {list(names)}")
         constrained_names = set(self._table_constraints)
@@ -250,7 +277,7 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             )
 
     def _options_of_dynamic_tables(self) -> dict[str, DynamicEmbTableOptions]:
-        """Return the options of the dynamic tables, by name."""
+        """Return the options of each dynamic table, by name."""
         options_by_table = {}
         for name, constraint in self._table_constraints.items():
             options = getattr(constraint, "dynamicemb_options", None)
@@ -261,22 +288,29 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
-        """Plan on rank 0, and return its plan on all ranks, with the options of each rank."""
+        """Plan on rank 0, and return its plan on all ranks, which must all call this.
+
+        Each rank completes the options of its dynamic tables. Arguments and errors are those of
+        `EmbeddingShardingPlanner.plan`.
+        """
         plan = super().collective_plan(module, sharders, pg)
         return self._with_options(module, plan, self._world_size(RankGroup.from_value(pg)))
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
-        """Plan on this rank, for the ranks of the topology; without one, for all processes."""
+        """Plan on this rank, for the ranks of the topology, by default all processes.
+
+        Arguments and errors are those of `EmbeddingShardingPlanner.plan`.
+        """
         plan = super().plan(module, sharders)
         return self._with_options(module, plan, self._world_size(RankGroup()))
 
     def _world_size(self, ranks: RankGroup) -> int:
-        """Return the number of ranks of the topology; without one, of `ranks`."""
+        """Return the number of ranks of the topology, or of `ranks` if there is none."""
         topology = None if self._topology is None else self._topology.native
         return ranks.size if topology is None else topology.world_size
 
     def _with_options(self, module: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
-        """Return a plan whose dynamic tables have their completed options."""
+        """Complete the options of dynamic tables, and put them into the plan, which is returned."""
         dynamic = self._options_of_dynamic_tables()
         for config in _configs_in(module):
             if config.name in dynamic:
@@ -296,7 +330,7 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     def _plan_natively(
         self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
-        """Plan with hash storage for dynamic tables, so that their memory counts."""
+        """Plan with hash storage for dynamic tables, so that their memory is counted."""
         names = [config.name for config in _configs_in(module)]
         if self._config_names is not None and sorted(self._config_names) != sorted(names):
             raise ValueError(
@@ -330,7 +364,10 @@ def _configs_in(module: nn.Module) -> list[Any]:
 
 
 def _complete_options(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
-    """Set the options that follow from the plan, as DynamicEmb does; may be called repeatedly."""
+    """Set the options that follow from the plan, in place, as DynamicEmb does.
+
+    A second call with the same arguments changes nothing.
+    """
     bucket = options.bucket_capacity
     options.dim = config.embedding_dim
     options.max_capacity = get_sharded_table_capacity(config, world_size, bucket)
@@ -356,19 +393,19 @@ def get_planner(
     inter_host_bw: float | None = None,
     pg: Any = None,
 ) -> DynamicEmbeddingShardingPlanner:
-    """Return a planner for tables that are replicated, dynamic, or row-wise otherwise.
+    """Return a planner for tables that are replicated, dynamic, or else row-wise.
 
     Args:
-        eb_configs: configurations of all tables; one in neither of the next two is row-wise.
-        data_parallel_embedding_table_names: the tables that every rank has.
-        dynamicemb_options_dict: the options of dynamic tables.
-        device: device of the ranks.
-        pipeline_type: "none" or "native"; "prefetch" lets other tables be in host memory behind a
-            cache.
-        ddr_cap: bytes of host memory per rank; None is what the machine has.
-        intra_host_bw: bytes per second between ranks of a host; None is measured.
-        inter_host_bw: bytes per second between hosts; None is measured.
-        pg: the ranks; None is all processes.
+        eb_configs: configurations of all tables.
+        data_parallel_embedding_table_names: names of the replicated tables.
+        dynamicemb_options_dict: options of the dynamic tables, by name.
+        device: device whose type the ranks have.
+        pipeline_type: pipeline of the model: "none", "native", or "prefetch", with which the
+            row-wise tables are in host memory behind a cache.
+        ddr_cap: bytes of host memory per rank; None is that of this machine.
+        intra_host_bw: bytes per second between ranks of a host; None is a measured number.
+        inter_host_bw: bytes per second between hosts; None is a measured number.
+        pg: process group of the ranks; None is all processes.
 
     Raises:
         ValueError: `pipeline_type` has another value.

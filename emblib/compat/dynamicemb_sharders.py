@@ -1,7 +1,7 @@
-"""DynamicEmb's sharders: collections whose planned tables become hash tables, and their functions.
+"""DynamicEmb's sharders, which make tables dynamic, and its functions of sharded tables.
 
-In DynamicEmb, a plan makes a table dynamic when its collection is sharded. Here `prepare` gives
-the configuration of such a table hash storage, before the collection is sharded as any other.
+In DynamicEmb, a table becomes dynamic when its collection is sharded, if the plan says so. Here
+`prepare` gives such a table hash storage before that; then the collection is sharded like others.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ from emblib.sharding.checkpoints.sharded_table import KeyedRows
 from emblib.storage import Hash
 
 DYNAMICEMB_KERNEL = "DynamicEmb"
-"""The customized_compute_kernel of a table that is dynamic."""
+"""The `customized_compute_kernel` of dynamic tables."""
 
 
 @dataclass
 class DynamicEmbParameterSharding(ParameterSharding):
     """Sharding of a dynamic table: row-wise over all ranks, by keys.
 
-    `dynamicemb_options` are the table's, with `dim` and `max_capacity`, the rows per rank.
+    Attributes:
+        customized_compute_kernel: name of the kernel, for programs that read it.
+        dist_type: rule that routes keys to the files of ranks in dumps.
+        dynamicemb_options: options of the table, with `dim` and `max_capacity` set.
     """
 
     compute_kernel: str = "customized_kernel"
@@ -57,14 +60,14 @@ class DynamicEmbParameterSharding(ParameterSharding):
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
 
     def to_emblib(self) -> Any:
-        """Convert to emblib's class, from the module that `prepare` returned."""
+        """Return emblib's form of the sharding, for a collection that `prepare` returned."""
         names = [f.name for f in fields(ParameterSharding) if f.name != "compute_kernel"]
         return ParameterSharding(**{name: getattr(self, name) for name in names}).to_emblib()
 
 
 @dataclass(frozen=True)
 class DynamicEmbHash(Hash):
-    """Hash storage of a table that a plan of DynamicEmb made dynamic, with its options."""
+    """Hash storage of a table that a plan of DynamicEmb made dynamic, with DynamicEmb's options."""
 
     options: DynamicEmbTableOptions | None = field(default=None, compare=False, repr=False)
 
@@ -78,19 +81,19 @@ def hash_storage(
     initial_state: float = 0.0,
     device: torch.device | str = "cpu",
 ) -> tuple[int, DynamicEmbHash]:
-    """Return the rows of the fast tier over all ranks, and the storage of a table.
+    """Return the number of rows of a table on the devices of all ranks, and its storage.
 
     Args:
-        options: options with `dim` and `max_capacity` set; memory is per rank.
+        options: options of the table, with `dim` and `max_capacity` set.
         name: name of the table.
-        rule: the optimizer, whose states take memory.
-        world_size: the number of ranks.
+        rule: optimizer, whose states take memory.
+        world_size: number of ranks.
         initial_state: initial value of the optimizer states of a new row.
         device: device of the tables.
 
     Raises:
-        NotImplementedError: emblib does not have the options, see `docs/dynamicemb.md`.
-        TypeError, ValueError: as `dynamicemb_arguments.spec`.
+        NotImplementedError: an option is not supported, or `training` is False.
+        TypeError, ValueError: an option is missing or invalid, see `dynamicemb_arguments.spec`.
     """
     if not options.training:
         raise NotImplementedError(
@@ -121,8 +124,8 @@ def dynamic_config(
     Args:
         config: configuration of the table.
         sharding: sharding of the table; `ranks` has one entry per rank.
-        rule: the optimizer of tables whose configuration has none.
-        more: further arguments of `hash_storage`.
+        rule: optimizer of the table, if its configuration has none.
+        more: keyword arguments of `hash_storage`.
     """
     world_size = len(sharding.ranks or ())
     rows, storage = hash_storage(
@@ -141,7 +144,7 @@ def dynamic_config(
 
 
 class _DynamicSharder:
-    """Additions of both sharders to TorchRec's: dynamic tables, and `fused_params` for them."""
+    """Base of both sharders: what they add to TorchRec's sharders for dynamic tables."""
 
     optimizer: Optimizer | None
     module_type: Any  # class of collections that it shards
@@ -149,12 +152,13 @@ class _DynamicSharder:
     options: dict[str, Any]
 
     def prepare(self, module: nn.Module, plan: Any) -> nn.Module:
-        """Replace the collections whose plan has dynamic tables, in a model; return the model.
+        """Replace the collections with dynamic tables in the plan by ones with hash storage.
 
-        If `module` is itself such a collection, it does not change: its replacement is returned.
+        The model is changed in place and returned. If `module` is itself such a collection, it does
+        not change, and the new collection is returned.
 
         Raises:
-            ValueError: a collection is not on the meta device, so its rows would be lost.
+            ValueError: such a collection is not on the meta device: its rows would be lost.
         """
         for path, tables in plan.plan.items():
             dynamic = [t for t in tables.values() if isinstance(t, DynamicEmbParameterSharding)]
@@ -168,7 +172,15 @@ class _DynamicSharder:
         return module
 
     def dynamic_collection(self, collection: Any, tables: Mapping[str, Any]) -> nn.Module:
-        """Return the collection with hash storage for its dynamic tables, on the meta device."""
+        """Return a collection on the meta device whose dynamic tables have hash storage.
+
+        Args:
+            collection: collection on the meta device.
+            tables: sharding of each table, by name.
+
+        Raises:
+            ValueError: `collection` is on another device.
+        """
         if collection.device.type != "meta":
             raise ValueError(
                 "a collection with dynamic tables has no rows before it is sharded: make it with "
@@ -196,9 +208,10 @@ class _DynamicSharder:
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Return the sharded collection.
+        """Return the sharded collection, see `ModuleSharder.shard`. All ranks must call this.
 
-        A `module` with dynamic tables must be on the meta device, else this raises ValueError.
+        Raises:
+            ValueError: `module` has dynamic tables, and is not on the meta device.
         """
         parent: Any = super()
         if any(isinstance(sharding, DynamicEmbParameterSharding) for sharding in params.values()):
@@ -209,9 +222,9 @@ class _DynamicSharder:
         return sharded
 
     def finish(self, model: nn.Module) -> None:
-        """Leave rows of dynamic tables out of what `torch.save` writes of a model's state dict.
+        """Make `torch.save` leave the rows of dynamic tables out of state dicts of a sharded model.
 
-        `DistributedModelParallel` calls this once it has sharded the model.
+        `DistributedModelParallel` calls this after it has sharded the model.
         """
         for part in model.modules():
             if dynamic_tables_in(part) is not None:
@@ -219,10 +232,10 @@ class _DynamicSharder:
 
 
 class RowsLeftToDump(KeyedRows):
-    """Rows of a dynamic table in a state dict; pickling drops the rows.
+    """Rows of a dynamic table in a state dict, which pickling and `copy.deepcopy` drop.
 
-    In DynamicEmb, state dicts have one number in place of a table, whose rows `DynamicEmbDump` has.
-    `emblib.sharding.checkpoints.save` has all rows.
+    DynamicEmb's state dicts do not have the rows either: `DynamicEmbDump` writes them.
+    `emblib.sharding.checkpoints.save` writes all rows.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -237,6 +250,7 @@ class RowsLeftToDump(KeyedRows):
 
 
 def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace the rows of dynamic tables in a state dict by `RowsLeftToDump`."""
     tables = dynamic_tables_in(module)
     assert tables is not None
     prefixes = tuple(f"{prefix}{module.handles_name}.{name}." for name in tables.table_names)
@@ -248,10 +262,10 @@ def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any)
 
 
 def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
-    """Return fused_params without parameters of dynamic tables, and the initial optimizer state.
+    """Return `fused_params` without two of DynamicEmb's, and the initial optimizer state.
 
     Raises:
-        ValueError: the output dtype is not float32.
+        ValueError: `output_dtype` is not float32.
     """
     params = dict(fused_params or {})
     output = params.pop("output_dtype", None)
@@ -261,7 +275,10 @@ def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any
 
 
 class DynamicEmbeddingCollectionSharder(_DynamicSharder, EmbeddingCollectionSharder):
-    """Sharder of embedding collections with dynamic tables, with TorchRec's arguments."""
+    """Sharder of embedding collections with dynamic tables, with TorchRec's arguments.
+
+    `fused_params` may have `initial_accumulator_value`, the initial optimizer state of a new row.
+    """
 
     def __init__(
         self,
@@ -274,7 +291,10 @@ class DynamicEmbeddingCollectionSharder(_DynamicSharder, EmbeddingCollectionShar
 
 
 class DynamicEmbeddingBagCollectionSharder(_DynamicSharder, EmbeddingBagCollectionSharder):
-    """Sharder of embedding bag collections with dynamic tables, with TorchRec's arguments."""
+    """Sharder of embedding bag collections with dynamic tables, with TorchRec's arguments.
+
+    `fused_params` may have `initial_accumulator_value`, the initial optimizer state of a new row.
+    """
 
     def __init__(
         self, fused_params: Mapping[str, Any] | None = None, qcomm_codecs_registry: Any = None
@@ -287,10 +307,10 @@ class DynamicEmbeddingBagCollectionSharder(_DynamicSharder, EmbeddingBagCollecti
 
 
 class ShardedCollectionTables(DynamicEmbTables):
-    """The dynamic tables of a sharded collection; keys are on the rank that emblib's hash gives.
+    """The dynamic tables of a sharded collection, whose keys emblib's hash routes to ranks.
 
-    Dumps have each key in the file of the rank that `dist_type` gives, as DynamicEmb's loader
-    expects; for that, rows of a table travel to all ranks, one file at a time.
+    In a dump `dist_type` routes keys to the files of ranks, as DynamicEmb's loader expects.
+    Therefore the rows of each file are gathered from all ranks, one file after the other.
     """
 
     def __init__(self, collection: Any) -> None:
@@ -305,37 +325,37 @@ class ShardedCollectionTables(DynamicEmbTables):
 
     @property
     def table_names(self) -> list[str]:
-        """Return the names of the tables."""
+        """Names of the tables."""
         return list(self._options)
 
     @property
     def reads_own_files(self) -> bool:
-        """Return False: the routing differs, so that ranks read the files of all ranks."""
+        """False: files are routed by another rule than tables, so ranks read all files."""
         return False
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
-        """Return the module that has this rank's shard of a table, and its number there."""
+        """Return the module that has this rank's shard of a table, and the shard's number there."""
         (shard,) = self._shards[name].values()
         return shard.module, shard.index
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with defaults filled in."""
+        """Return the options of a table; those that were None have their defaults."""
         options = self._options[name]
         assert options is not None
         return options
 
     def owns(self, keys: Tensor) -> Tensor:
-        """Return which keys this rank has, bool."""
+        """Return whether each key is on this rank, bool `[N]`."""
         return owner(keys, self._ranks.size) == self._ranks.rank
 
     def select_owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
-        """Return the entries of a dump whose keys belong on this rank, by emblib's hash."""
+        """Return the entries of a dump whose keys belong to this rank, by emblib's hash."""
         return dump.owned(self.owns)
 
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return the entries that this rank writes: those whose keys `dist_type` routes to it."""
+        """Return the entries that `dist_type` routes to the file of this rank; a collective."""
         module, index = self.table_module_of(name)
         entries = fingerprint.agree(
             ranks, lambda: export_dynamicemb(module, index, {}, leave_out=leave_out)
@@ -359,12 +379,12 @@ class ShardedCollectionTables(DynamicEmbTables):
 
 
 def _is_routed_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor:
-    """Return which keys `dist_type` routes to a rank, bool."""
+    """Return whether `dist_type` routes each key to a rank, bool `[N]`."""
     return dynamicemb_files.owner_ranks(keys, world_size, dist_type) == rank
 
 
 def _on_cpu(entries: Entries) -> Entries:
-    """Return entries whose rows are tensors on the CPU, which can be sent to other ranks."""
+    """Return entries with rows in tensors on the CPU, which can be sent to other ranks."""
     positions = torch.arange(len(entries), device="cpu")
     rows = {name: rows[positions].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)

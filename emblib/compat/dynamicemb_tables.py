@@ -1,4 +1,4 @@
-"""DynamicEmb's module of batched tables over `emblib.DynamicEmbeddingBags`."""
+"""DynamicEmb's module of batched tables, implemented by `emblib.DynamicEmbeddingBags`."""
 
 import warnings
 from collections import deque
@@ -36,7 +36,7 @@ from emblib.compat.fbgemm_types import (
     WeightDecayMode,
 )
 
-_BUCKET_ROWS = 32  # of emblib's hash tables
+_BUCKET_ROWS = 32  # rows per bucket of emblib's hash tables
 
 
 def split_tiers(
@@ -45,21 +45,26 @@ def split_tiers(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> tuple[list[DynamicSpec], BackingStore | None]:
-    """Return the specs of the tables on the device, and a backing store if they do not fit.
+    """Divide tables between the device and a backing store.
 
-    A store in host memory has the rows of max_capacity that are not on the device, at least 1 per
-    table; `external_storage` takes all rows that the device evicts. On a CPU, a table without
-    `caching` and with local and global_hbm_for_values = 0 is on the device as a whole.
+    A store in host memory has room for the rows of max_capacity that are not on the device, at
+    least 1 per table. An `external_storage` gets all rows that the device evicts. On a CPU, a table
+    without a budget (`local_hbm_for_values`, `global_hbm_for_values`) and without `caching` is
+    wholly on the device.
 
     Args:
         options: options of each table of a module.
-        specs: the same tables, each with all its rows.
-        rule: the optimizer, whose states take memory.
+        specs: specs of the same tables, with all their rows.
+        rule: optimizer, whose states take memory.
         device: device of the tables.
 
+    Returns:
+        the specs with the rows on the device, and the store; None if all rows are on the device and
+        there is no `external_storage`.
+
     Raises:
-        NotImplementedError: a GPU has no memory for values and no `caching`; or tables without
-            eviction do not fit.
+        NotImplementedError: on a GPU, a table has neither a budget nor `caching`; or a table
+            without eviction does not fit its budget.
     """
     fast_rows_of_tables = [
         _num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)
@@ -96,10 +101,10 @@ def _num_fast_rows(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> int:
-    """Return the number of rows of a table in device memory, a multiple of a bucket or all rows.
+    """Return the number of rows of a table on the device: whole buckets, or all rows.
 
-    As in DynamicEmb, a budget below one bucket is rounded up to it, with a warning. A bucket of
-    emblib is 32 rows. On a CPU, a table without a budget and without `caching` has all its rows.
+    As in DynamicEmb, a budget below one bucket is rounded up to one, with a warning. Arguments and
+    errors are those of `split_tiers`.
     """
     row_bytes = bytes_per_row(options.embedding_dtype or torch.float32, spec.dim, rule)
     budget_bytes = options.local_hbm_for_values or options.global_hbm_for_values
@@ -121,7 +126,7 @@ def _num_fast_rows(
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
-    """Return the bytes of a row of `dim` numbers of `dtype` and of its float32 states."""
+    """Return the bytes of a row of `dim` numbers of `dtype`, and of its float32 states."""
     return dim * dtype.itemsize + 4 * num_state_values(rule, dim)
 
 
@@ -131,14 +136,18 @@ def num_state_values(rule: optim.Optimizer, dim: int) -> int:
 
 
 class _Prefetched(NamedTuple):
-    """The properties of a batch that `prefetch` fixes."""
+    """Properties of a batch that `prefetch` determines for its `forward`."""
 
-    scores: Tensor | None  # int64 [T], of its keys by table; None if the tables have no scores
-    counts: Tensor | None  # int64 [L], uses per lookup; None: those of `forward`
+    scores: Tensor | None  # int64 [T], score of its keys in each table; None without scores
+    counts: Tensor | None  # int64 [L], uses per lookup; None for those of `forward`
 
 
 class Cache:
-    """Lookups and hits of the fast tier in the last training forward of tables with `caching`."""
+    """Counter of lookups and hits of the device in the last training forward.
+
+    Args:
+        bags: module with a backing store.
+    """
 
     def __init__(self, bags: DynamicEmbeddingBags) -> None:
         self._bags = bags
@@ -158,10 +167,10 @@ class Cache:
 
     @property
     def cache_metrics(self) -> Tensor:
-        """Lookups of the last forward, and how many were of keys in the fast tier, int64 `[2]`.
+        """Number of lookups of the last forward, and of those with rows on the device, int64 `[2]`.
 
-        Both are 0 before `set_record_cache_metrics(True)` and a forward, and after a forward in
-        evaluation. This counts positions of the batch; DynamicEmb counts distinct keys.
+        Both are 0 until `set_record_cache_metrics(True)` and a forward, and after a forward in
+        evaluation. Repeated keys count each time; DynamicEmb counts distinct keys.
         """
         pairs = zip(self._totals_after, self._totals_before, strict=True)
         return torch.tensor([after - before for after, before in pairs], device="cpu")
@@ -178,17 +187,17 @@ class Cache:
 
 
 class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
-    """Dynamic tables with a fused optimizer, as DynamicEmb's class of this name.
+    """Dynamic tables that are updated in backward, with the interface of DynamicEmb's class.
 
-    The arguments are DynamicEmb's; `docs/dynamicemb.md` lists what each option does here.
-    `self.bags` is the `emblib.DynamicEmbeddingBags` that does the work; its seed is drawn from
-    torch's generator. In place, it sets `evict_strategy` and `init_capacity` of `table_options`.
+    The arguments are DynamicEmb's; `docs/dynamicemb.md` says what each does here. `bags` has the
+    tables, an `emblib.DynamicEmbeddingBags` whose seed is drawn from torch's generator. The
+    constructor sets `evict_strategy` and `init_capacity` of `table_options` in place.
 
     Raises:
-        NotImplementedError: emblib does not have an option or the optimizer.
-        TypeError: table options or an admission strategy have another class.
-        ValueError: options contradict each other, or tables differ in options that must be equal
-            (`DynamicEmbTableOptions.get_grouped_key`).
+        NotImplementedError: an option or the optimizer is not supported.
+        TypeError: table options or an admission strategy are objects of another class.
+        ValueError: options are missing, invalid or contradict each other, or tables differ in
+            options that must be equal (`DynamicEmbTableOptions.get_grouped_key`).
     """
 
     def __init__(
@@ -232,14 +241,14 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.bags = self._make_bags(arguments)
         has_cache = self._options[0].caching and self.bags.backing is not None
         self._cache = Cache(self.bags) if has_cache else None
-        self._prefetched: deque[_Prefetched] = deque()  # and not looked up yet
+        self._prefetched: deque[_Prefetched] = deque()  # batches that are not looked up yet
         for options in self._options:
             options.evict_strategy = dynamicemb_arguments.evict_strategy(options.score_strategy)
             if options.init_capacity is None:
                 options.init_capacity = options.max_capacity
 
     def _make_bags(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
-        """Return the module that does the work, given the arguments of the constructor."""
+        """Return the module with the tables; `args` are the arguments of the constructor."""
         optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
         if not self._options[0].training:
             optimizer, state = optim.SGD(args.learning_rate), 0.0  # SGD has no state
@@ -272,24 +281,24 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         total_unique_indices: int | None = None,
         pooling_weights: Tensor | None = None,
     ) -> Tensor:
-        """Pool rows to `[B, sum D]`, or return `[L, D]` for pooling NONE.
+        """Look up and pool to `[B, sum D]`, or return `[L, D]` for pooling NONE.
 
         Args:
-            indices: integer ids, of which uint64 ones keep their bits.
-            offsets: `[F * B + 1]`, feature-major.
-            per_sample_weights: number of uses that each lookup stands for, `[L]`; only with scores
-                that count uses (LFU, or TIMESTAMP and LFU).
+            indices: integer ids `[L]`; uint64 ids keep their bits.
+            offsets: `[F * B + 1]`, feature after feature.
+            per_sample_weights: number of uses that each lookup counts as, `[L]`; None for 1. Only
+                scores that count uses (LFU, or TIMESTAMP and LFU) may have them.
             feature_requires_grad: argument that must be None.
             batch_size_per_feature_per_rank: argument that must be None.
             total_unique_indices: argument that must be None.
-            pooling_weights: factors of the rows, `[L]`, for SUM and MEAN.
+            pooling_weights: factors of the rows in sums and means, `[L]`; None for ones.
 
         Raises:
-            NotImplementedError: an argument must be None and is not.
-            RuntimeError: tables with `training=False` are trained, or CUSTOMIZED ones without a
-                score.
+            NotImplementedError: an argument that must be None is not.
+            RuntimeError: the module is in training mode, and tables have `training=False` or are
+                CUSTOMIZED without a score.
             ValueError: the pooling mode or the score strategy does not use the weights; or, on a
-                CPU, they are fractions of uses.
+                CPU, numbers of uses are fractions.
         """
         _refuse(
             feature_requires_grad=feature_requires_grad,
@@ -314,7 +323,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @contextmanager
     def _scores_at(self, prefetched: _Prefetched) -> Iterator[None]:
-        """Use the scores of the batch's prefetch inside the context; the step count stays."""
+        """Use the scores of the batch's prefetch inside the context, and the others after it."""
         scores = self.bags.scores
         if scores is None or prefetched.scores is None:
             yield
@@ -333,22 +342,25 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return indices.long()
 
     def _use_counts(self, weights: Tensor) -> Tensor:
-        """Return uses per lookup as int64; raise ValueError where they would not count.
+        """Return the numbers of uses per lookup as int64.
 
-        Fractions raise on a CPU; on a GPU, where that would wait, they are cut off.
+        On a GPU fractions are cut off: a check would wait for the device.
+
+        Raises:
+            ValueError: the score strategy does not count uses, or on a CPU a number is a fraction.
         """
         strategy = self._options[0].score_strategy
         if strategy is not DynamicEmbScoreStrategy.LFU and not is_compound(strategy):
             raise ValueError(
-                "per_sample_weights are how many uses a lookup stands for, which only LFU and "
+                "per_sample_weights are numbers of uses per lookup, which only LFU and "
                 f"(TIMESTAMP, LFU) count; score_strategy is {strategy!r}. Weights of pooling are "
                 "pooling_weights=..."
             )
         counts = weights.long()
         if weights.is_floating_point() and not weights.is_cuda and bool((counts != weights).any()):
             raise ValueError(
-                "per_sample_weights are how many uses a lookup stands for and must be whole "
-                "numbers; weights of pooling are pooling_weights=..."
+                "per_sample_weights are numbers of uses per lookup and must be whole numbers; "
+                "weights of pooling are pooling_weights=..."
             )
         return counts
 
@@ -360,20 +372,24 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
         frequency_counters: Tensor | None = None,
     ) -> None:
-        """Fix the scores of a later batch, and read its rows from the backing store.
+        """Determine the scores of a later batch, and read its rows from the backing store.
 
-        In training, a prefetched batch keeps the scores of the time of `prefetch`, even if others
-        are set before its `forward`, and counts as a step: the next batch has the next STEP score.
-        The caller must pass prefetched batches to training forwards in the same order; not checked.
-        Keys get their rows in `forward`. In evaluation this only reads rows.
+        In training, the batch gets the scores that are set now, even if others are set before its
+        `forward`, and counts as a step: the next batch has the next STEP score. The caller must
+        pass prefetched batches to training forwards in the same order, which is not checked. New
+        keys get their rows in `forward`. In evaluation only rows are read.
 
         Args:
-            indices: ids, as in `forward`.
-            offsets: offsets of the bags, as `forward` takes them.
+            indices: ids `[L]`, as in `forward`.
+            offsets: `[F * B + 1]`, as in `forward`.
             forward_stream: ignored: work runs on the current stream.
             batch_size_per_feature_per_rank: argument that must be None.
-            frequency_counters: number of uses that each lookup stands for, instead of
-                `per_sample_weights` of `forward`.
+            frequency_counters: number of uses that each lookup counts as, instead of the
+                `per_sample_weights` of `forward`; None for those.
+
+        Raises:
+            NotImplementedError: `batch_size_per_feature_per_rank` is not None.
+            ValueError: the score strategy does not count uses, or on a CPU a number is a fraction.
         """
         _refuse(batch_size_per_feature_per_rank=batch_size_per_feature_per_rank)
         counts = None if frequency_counters is None else self._use_counts(frequency_counters)
@@ -387,22 +403,22 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @property
     def num_prefetched(self) -> int:
-        """Return the number of batches prefetched and not yet looked up; they count as steps."""
+        """Number of batches that are prefetched and not looked up yet; they count as steps."""
         return len(self._prefetched)
 
     @property
     def cache(self) -> "Cache | None":
-        """The hit counter of the fast tier; None unless tables have `caching` and a store."""
+        """Counter of lookups and hits of the device; None without `caching` or a backing store."""
         return self._cache
 
     def set_record_cache_metrics(self, record: bool) -> None:
-        """Start or stop counting hits of `cache`, if there is one; each forward then waits."""
+        """Start or stop counting by `cache`, if there is one; each forward then waits for a GPU."""
         if self._cache is not None:
             self._cache.set_record_cache_metrics(record)
 
     @property
     def enable_prefetch(self) -> bool:
-        """Return True: `prefetch` may always be called, and setting this changes nothing."""
+        """True: `prefetch` may always be called; setting the attribute has no effect."""
         return True
 
     @enable_prefetch.setter
@@ -411,20 +427,20 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @property
     def optimizer(self) -> optim.Optimizer:
-        """The optimizer, as emblib describes it; `opt_args` has its numbers under DynamicEmb's."""
+        """The optimizer, in emblib's form; `opt_args` has its numbers by DynamicEmb's names."""
         return self.bags.optimizer
 
     @property
     def tables(self) -> Any:
-        """Emblib's handles of the tables by name: sizes, exports, reads, statistics."""
+        """Handles of emblib for the tables, by name: sizes, exports, reads, statistics."""
         return self.bags.table_handles()
 
     def reset_cache_states(self) -> None:
-        """Do nothing: a row is in one tier only, so there are no copies to drop."""
+        """Do nothing: each row is either on the device or in the store, so there are no copies."""
 
     @property
     def table_names(self) -> list[str]:
-        """Return the names of the tables."""
+        """Names of the tables."""
         return list(self._names)
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
@@ -441,11 +457,11 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return self._options
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, from the next backward on."""
+        """Set the learning rate of the next and later updates."""
         self.bags.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """Return an uninitialised `[1, 1]` tensor per table in place of its rows, as DynamicEmb."""
+        """Return an uninitialised tensor `[1, 1]` per table, not its rows, as DynamicEmb does."""
         dtype, device = self.bags.weights.dtype, self.bags.weights.device
         return [torch.empty(1, 1, dtype=dtype, device=device) for _ in self._names]
 
@@ -460,6 +476,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _checked_options(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableOptions]:
+    """Return the options as a list; raise an error unless the tables can share a module."""
     if isinstance(options, DynamicEmbTableOptions):
         raise TypeError("table_options must be a list, one DynamicEmbTableOptions per table")
     if not options:
@@ -481,6 +498,7 @@ def _checked_options(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicE
 
 
 def _unique_names(names: list[str] | None, count: int) -> list[str]:
+    """Return `count` names, by default t0, t1, ...; raise ValueError unless they are distinct."""
     names = [f"t{i}" for i in range(count)] if names is None else list(names)
     if len(names) != count or len(set(names)) != count:
         raise ValueError(f"table_names must be {count} different names, got {names}")

@@ -1,4 +1,4 @@
-"""The enums and option objects of NVIDIA's DynamicEmb, with its names, values and defaults."""
+"""Enums and option objects of NVIDIA's DynamicEmb, with its names, values and defaults."""
 
 import abc
 import enum
@@ -10,32 +10,34 @@ import torch
 from torch import Tensor
 
 BATCH_SIZE_PER_DUMP = 65536
+"""Maximum number of rows that are handled at a time."""
 BUCKET_ALIGNMENT = 16
-"""Number that divides every `bucket_capacity`."""
+"""Number that must divide every `bucket_capacity`."""
 DEMB_TABLE_ALIGN_SIZE = BUCKET_ALIGNMENT
 MAX_BUCKET_CAPACITY = 2**63 - 1
-"""The bucket_capacity that asks for one bucket per table."""
+"""The `bucket_capacity` that requests one bucket per table."""
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 
 DynamicEmbCheckMode = enum.IntEnum("DynamicEmbCheckMode", "ERROR WARNING IGNORE", start=0)
-"""Reaction to keys that found no slot; with NO_EVICTION, IGNORE warns, too."""
+"""Reaction to keys for which there is no slot; with NO_EVICTION, IGNORE warns, too."""
 
 
 DynamicEmbPoolingMode = enum.IntEnum("DynamicEmbPoolingMode", "SUM MEAN NONE", start=0)
-"""Operation that makes one vector of the rows of a bag."""
+"""Pooling of the rows of a bag."""
 
 
 DynamicEmbEvictStrategy = enum.Enum(
     "DynamicEmbEvictStrategy", "LRU LFU EPOCH_LRU EPOCH_LFU CUSTOMIZED", start=0
 )
-"""The eviction order, which follows from the score strategy."""
+"""Eviction order; the score strategy determines it."""
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):
-    """Meaning of a key's score; the tuple (TIMESTAMP, LFU) has both, in either order.
+    """Meaning of a key's score, which determines the eviction order.
 
-    TIMESTAMP is the number of the training step; in DynamicEmb it is a clock.
+    TIMESTAMP is the number of the training step; in DynamicEmb it is a clock. A tuple of TIMESTAMP
+    and LFU, in either order, gives keys both scores.
     """
 
     TIMESTAMP = 0
@@ -61,11 +63,16 @@ class DynamicEmbInitializerMode(enum.Enum):
 
 @dataclass
 class DynamicEmbInitializerArgs:
-    """Distribution of the initial values of a row, and its numbers.
+    """Distribution of the initial values of a row, and its parameters.
 
-    `mean` and `std_dev` are of the normal modes, `value` of CONSTANT. `lower` and `upper` are the
-    bounds of UNIFORM and TRUNCATED_NORMAL; None is +-1/sqrt(max_capacity), but a planner fills in
-    those of UNIFORM, see `complete_initializer_args`.
+    Attributes:
+        mode: distribution.
+        mean: mean, of the normal distributions.
+        std_dev: standard deviation, of the normal distributions.
+        lower: lower bound, of UNIFORM and TRUNCATED_NORMAL; None is -1/sqrt(max_capacity). For
+            UNIFORM a planner replaces None, see `complete_initializer_args`.
+        upper: upper bound; None is 1/sqrt(max_capacity), or what the planner sets.
+        value: value, of CONSTANT.
     """
 
     mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM
@@ -77,26 +84,33 @@ class DynamicEmbInitializerArgs:
 
 
 class AdmissionStrategy(abc.ABC):
-    """Base of the rules for which keys get a row; a subclass needs `admit` only.
+    """Base of the rules that decide which keys get a row; a subclass must define `admit`.
 
     In training, keys without a row read initial values: those of the attribute `initializer_args`
-    of the strategy, or those of the table if that is None or missing. In evaluation they read the
+    of the strategy, or if this is None or missing, those of the table. In evaluation they read the
     value of `DynamicEmbTableOptions.eval_initializer_args`.
     """
 
     @abc.abstractmethod
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
-        """Return which keys may have a row, bool `[N]`.
+        """Return whether each key may have a row, bool `[N]`.
 
-        `keys` and `frequencies`, the uses of each key so far, are int64 `[N]`.
+        Args:
+            keys: int64 `[N]`.
+            frequencies: number of uses of each key so far, int64 `[N]`.
         """
 
 
 class FrequencyAdmissionStrategy(AdmissionStrategy):
-    """Keys get a row once they were seen `threshold` times; 0 admits all keys.
+    """Rule that gives a row to keys that were used at least `threshold` times.
 
-    In training, keys without a row read the initial values of `initializer_args`; None means those
-    of the table. A negative `threshold` raises ValueError.
+    Args:
+        threshold: number of uses; 0 admits all keys.
+        initializer_args: initial values that keys without a row read in training; None is those of
+            the table.
+
+    Raises:
+        ValueError: `threshold` is negative.
     """
 
     def __init__(
@@ -108,14 +122,17 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         self.initializer_args = initializer_args
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other object is the same rule."""
+        """Return whether the other object is a rule with the same arguments."""
         return isinstance(other, FrequencyAdmissionStrategy) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(self.threshold)
 
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
-        """Return which frequencies are at least the threshold; `keys` must be as many."""
+        """Return whether each frequency is at least the threshold, bool `[N]`.
+
+        ValueError is raised if there is not one frequency per key.
+        """
         if keys.shape[:1] != frequencies.shape[:1]:
             raise ValueError(
                 "there must be one frequency per key, got "
@@ -126,9 +143,12 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
 
 @dataclass
 class KVCounter:
-    """Exact counter of up to `capacity` keys that have no row yet.
+    """Exact counter of the uses of keys that do not have a row yet.
 
-    `bucket_capacity` has no effect; `key_type` must be int64 or uint64.
+    Attributes:
+        capacity: maximum number of keys.
+        bucket_capacity: ignored.
+        key_type: dtype that must be int64 or uint64.
     """
 
     capacity: int
@@ -142,41 +162,41 @@ def _zero_values() -> DynamicEmbInitializerArgs:
 
 @dataclass(eq=False)
 class DynamicEmbTableOptions:
-    """The options of one table; `docs/dynamicemb.md` lists the meaning of each in emblib.
+    """Options of one table; `docs/dynamicemb.md` says what each does here.
 
-    Two objects are equal if the fields of `get_grouped_key` are.
+    Two objects are equal if the fields of `get_grouped_key` are equal.
 
     Attributes:
         embedding_dtype: dtype of the rows; None is float32.
-        dim: length of a row; None only before a planner fills it in.
-        max_capacity: maximum number of rows per rank; None as for `dim`.
-        evict_strategy: without effect; `score_strategy` determines the eviction order. A table
-            raises for one that is neither LRU, the default, nor that of `score_strategy`.
-        local_hbm_for_values: bytes of device memory for rows and states per rank; 0 uses
+        dim: length of a row; None only until a planner sets it.
+        max_capacity: maximum number of rows per rank; None only until a planner sets it.
+        evict_strategy: eviction order, which must be LRU, the default, or that of `score_strategy`;
+            it has no effect.
+        local_hbm_for_values: bytes of device memory for rows and states per rank; 0 is
             `global_hbm_for_values`.
         device_id: number of the GPU, if no device is passed.
         training: whether rows have optimizer states.
         initializer_args: initial values of new rows.
         eval_initializer_args: value that missing keys read in evaluation, of mode CONSTANT.
-        caching: whether every row that a batch uses is promoted to the device.
+        caching: whether every row that a batch uses is moved to the device.
         init_capacity: initial number of rows; None is `max_capacity`.
         max_load_factor: load at which a table grows, in (0, 1].
         score_strategy: meaning of a key's score, which determines the eviction order.
-        bucket_capacity: multiple of BUCKET_ALIGNMENT, to which a planner rounds capacities;
-            without effect on a table, which raises for MAX_BUCKET_CAPACITY.
-        safe_check_mode: reaction to keys that found no slot.
+        bucket_capacity: multiple of BUCKET_ALIGNMENT, to which a planner rounds capacities. A table
+            ignores it, but raises for MAX_BUCKET_CAPACITY.
+        safe_check_mode: reaction to keys for which there is no slot.
         global_hbm_for_values: bytes of device memory over all ranks.
-        external_storage: `emblib.RowStore` that takes the rows that the device evicts.
-        index_type: int64 or uint64, without effect on lookups, which take all integer ids; None is
-            int64.
-        dist_type: routing of keys to ranks in dumps, one of DIST_TYPES.
-        admit_strategy: rule for which keys get a row; None admits all.
-        admission_counter: counter of keys without a row; with `admit_strategy` only.
+        external_storage: `emblib.RowStore` that gets the rows that the device evicts; None is host
+            memory.
+        index_type: dtype int64 or uint64; None is int64. Lookups ignore it, and take all integers.
+        dist_type: rule that routes keys to the files of ranks in dumps, one of DIST_TYPES.
+        admit_strategy: rule that decides which keys get a row; None admits all.
+        admission_counter: counter of keys without a row, which `admit_strategy` needs.
 
     Raises:
-        NotImplementedError: a tuple of scores is not TIMESTAMP and LFU.
-        TypeError: `score_strategy` is no strategy and no tuple of them.
-        ValueError: `eval_initializer_args` has another mode, or `dist_type` another value.
+        NotImplementedError: a tuple of scores is not one of TIMESTAMP and LFU.
+        TypeError: `score_strategy` is neither a strategy nor a tuple of strategies.
+        ValueError: the mode of `eval_initializer_args` is not CONSTANT, or `dist_type` is unknown.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -212,9 +232,9 @@ class DynamicEmbTableOptions:
         self.score_strategy = _normal_form(self.score_strategy)
 
     def get_grouped_key(self) -> dict[str, Any]:
-        """Return the fields, by name, that must be equal for all tables of a module.
+        """Return the fields that must be equal for all tables of a module, by name.
 
-        `embedding_dtype` must be equal, too, but is not among them.
+        `embedding_dtype` must be equal, too, but is not one of them.
         """
         names = (
             "training",
@@ -238,11 +258,11 @@ class DynamicEmbTableOptions:
 
 
 def _normal_form(strategy: Any) -> ScoreStrategy:
-    """Return the strategy; a tuple of one strategy becomes that strategy.
+    """Return a score strategy; a tuple of one strategy becomes that strategy.
 
     Raises:
-        TypeError: the value is not a strategy.
-        NotImplementedError: a tuple is not of TIMESTAMP and LFU.
+        NotImplementedError: a tuple of several is not one of TIMESTAMP and LFU.
+        TypeError: the value is neither a strategy nor a tuple of strategies.
     """
     strategies = strategy if isinstance(strategy, tuple) else (strategy,)
     for member in strategies:
@@ -262,5 +282,8 @@ def _normal_form(strategy: Any) -> ScoreStrategy:
 
 
 def warns_of_lower_scores() -> bool:
-    """Return whether a lower CUSTOMIZED score warns; DYNAMICEMB_CSTM_SCORE_CHECK=0 disables it."""
+    """Return whether a CUSTOMIZED score below the last one warns.
+
+    The environment variable DYNAMICEMB_CSTM_SCORE_CHECK=0 turns the warning off.
+    """
     return os.environ.get("DYNAMICEMB_CSTM_SCORE_CHECK") != "0"

@@ -1,13 +1,13 @@
-"""FBTT-Embedding over emblib's tensor trains: the same names, arguments and defaults.
+"""FBTT-Embedding, implemented by emblib's tensor trains, with the same names and arguments.
 
 Change the import and keep the code:
 
     from emblib.compat.fbtt import OptimType, TableBatchedTTEmbeddingBag, TTEmbeddingBag
     from emblib.compat.fbtt import suggested_tt_shapes, tt_matrix_to_full
 
-`docs/fbtt.md` says what each argument and attribute is here. What differs: it runs on a CPU; every
-optimizer is the one of its name; updates reach all rows of the cores; indices are checked; and rows
-evicted from the cache are projected back onto the cores, approximately.
+`docs/fbtt.md` says what each argument and attribute is here. These differ: the modules also run on
+a CPU; every optimizer is the one of its name; updates reach all rows of the cores; indices are
+checked; and rows that leave the cache are projected onto the cores, approximately.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from emblib.reference import tt as reference
 
 
 class OptimType(enum.Enum):
-    """Optimizers by FBTT's names; each is the one of its name.
-
-    FBTT runs SGD or Adagrad for all of these.
-    """
+    """Optimizers by FBTT's names; FBTT itself runs SGD or Adagrad for all of them."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -61,16 +58,16 @@ _CLASSES_WITHOUT_EPS = (optim.SGD, optim.LARS)
 
 DISTRIBUTIONS = {
     "uniform": "positive_uniform",
-    "naive-uniform": "unscaled_uniform",  # keeps FBTT's scale, which users choose it for
+    "naive-uniform": "unscaled_uniform",  # has FBTT's scale, for which users choose it
     "normal": "gaussian",
     "approx-uniform": "approx_uniform",
     "approx-normal": "sampled_gaussian",
 }
-"""The `init` of emblib for each `weight_dist` of FBTT."""
+"""emblib's `init` for each `weight_dist` of FBTT."""
 
 
 def _initializer(weight_dist: str) -> str:
-    """Return the `init` of emblib for FBTT's name of a distribution."""
+    """Return emblib's `init` for FBTT's name of a distribution; ValueError for another name."""
     if weight_dist not in DISTRIBUTIONS:
         raise ValueError(
             f"weight_dist must be one of {', '.join(DISTRIBUTIONS)}, got {weight_dist!r}"
@@ -81,9 +78,10 @@ def _initializer(weight_dist: str) -> str:
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """Return d factors of n, or of n rounded up, that are close to each other.
 
-    The candidates are n and, with `allow_round_up`, n rounded up to multiples of 10, 100, .... The
-    candidate is chosen whose factors have the greatest entropy, the first of equal ones. In the
-    result the smaller half of its factors and the larger half alternate, each ascending.
+    The candidates are n and, with `allow_round_up`, n rounded up to multiples of 10, 100, and so
+    on. The result has the factors of the candidate whose factors have the greatest entropy, the
+    first one of equals. Factors of the smaller half and of the larger half alternate, each half in
+    ascending order.
 
     Raises:
         ValueError: `n` or `d` is below 1.
@@ -136,15 +134,16 @@ def tt_matrix_to_full(
     """Return the whole table of a tensor train, `[prod p, prod q]`.
 
     Args:
-        tt_p_shapes: row factors.
-        tt_q_shapes: factors of the dimension.
+        tt_p_shapes: row factor of each core.
+        tt_q_shapes: factor of the dimension of each core.
         tt_ranks: ranks of the train, with or without the 1 at both ends.
-        tt_cores: core k `[p_k, R_k * q_k * R_{k+1}]`, or laid out as `tt_permute` says.
-        tt_permute: axes of a stored core in the order (R_k, p_k, q_k, R_{k+1}); None is [1, 0, 2,
-            3], the order in which the modules here store them.
+        tt_cores: cores, core k `[p_k, R_k * q_k * R_{k+1}]`, or in the order of `tt_permute`.
+        tt_permute: order in which a core stores its axes, numbered (R_k, p_k, q_k, R_{k+1}); None
+            is [1, 0, 2, 3], the order of the modules here.
 
     Raises:
-        ValueError: the number of ranks or cores is wrong.
+        RuntimeError: a core has another size than the factors and ranks say.
+        ValueError: the numbers of factors, ranks and cores do not fit each other.
     """
     num_cores = len(tt_p_shapes)
     full_ranks = [1, *tt_ranks, 1] if len(tt_ranks) == num_cores - 1 else list(tt_ranks)
@@ -168,24 +167,22 @@ def tt_matrix_to_full(
 
 
 class TableBatchedTTEmbeddingBag(nn.Module):
-    """Tensor-train tables of equal sizes, looked up at once (FBTT's name and arguments).
+    """Tensor-train tables of equal sizes that are looked up together, with FBTT's arguments.
 
-    `docs/fbtt.md` says what each argument does here.
+    `docs/fbtt.md` says what each argument does here. `enforce_embedding_dim` is ignored: FBTT
+    rounds the dimension up without it, and emblib never does.
 
     Attributes:
-        tt_cores: the parameters, core k of all tables: `[T, p_k, R_k * q_k * R_{k+1}]`.
-        optimizer_state: the first state of each core, laid out like it, or `[T, p_k]` if it has one
-            number per row; empty for SGD and with `sparse=False`.
-        cache_weight: `[cache_size, D]`, the stored rows of the first table; None without a cache.
-            With `sparse=False` and one table it is their parameter.
-
-    `enforce_embedding_dim` is accepted and ignored: it keeps FBTT from rounding the dimension up,
-    which never happens here.
+        tt_cores: parameters; core k of all T tables is `[T, p_k, R_k * q_k * R_{k+1}]`.
+        optimizer_state: first state of each core, in the shape of the core, or `[T, p_k]` for a
+            state of one number per row; empty for SGD and with `sparse=False`.
+        cache_weight: rows of the first table in the cache, `[cache_size, D]`; None without a cache.
+            With `sparse=False` and one table it is a parameter.
 
     Raises:
-        ValueError: an unknown distribution, with `sparse=True` an unknown optimizer, with a cache a
-            `hashtbl_size` below the `cache_size`, or sizes, factors and ranks that do not fit each
-            other.
+        ValueError: the distribution is unknown, the optimizer is unknown and `sparse` is set, there
+            is a cache and `hashtbl_size` is below `cache_size`, or sizes, factors and ranks do not
+            fit each other.
     """
 
     def __init__(
@@ -235,7 +232,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
                 f"hashtbl_size must be at least cache_size, got {self.hashtbl_size} and "
                 f"{self.cache_size}"
             )
-        self._first_lacks_last_offset: bool | None = None  # of a GPU's first batch
+        # Whether the offsets of the first batch on a GPU lacked the last entry; None before it.
+        self._first_lacks_last_offset: bool | None = None
         specs = [self.spec] * num_tables
         fused_optimizer = self._fused_optimizer()
         bags: StackedTTBags | StackedCachedTTBags
@@ -252,12 +250,12 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         self.bags = bags
 
     def _fused_optimizer(self) -> optim.Optimizer:
-        """Return the optimizer of backward; with `sparse=False` it leaves dense gradients."""
+        """Return the optimizer that backward runs; with `sparse=False` that of dense gradients."""
         if not self.sparse:
             return optim.External(gradient=optim.Gradient.DENSE)
-        kind = _OPTIMIZERS[OptimType(self.optimizer)]
-        options = {} if kind in _CLASSES_WITHOUT_EPS else {"eps": self.eps}
-        optimizer: optim.Optimizer = kind(self.learning_rate, **options)
+        optimizer_class = _OPTIMIZERS[OptimType(self.optimizer)]
+        options = {} if optimizer_class in _CLASSES_WITHOUT_EPS else {"eps": self.eps}
+        optimizer: optim.Optimizer = optimizer_class(self.learning_rate, **options)
         return optimizer
 
     @property
@@ -271,15 +269,16 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         """Return the sums of bags, `[T, B, D]`.
 
         Args:
-            indices: int32 or int64, of all bags of table 0, then of table 1, ...; or
-                `[T * B, N]` or `[T, B, N]` for bags of N lookups.
-            offsets: `[T * B + 1]`, or `[T * B]` without the last entry; none for bags of N lookups.
-                With one table, offsets that end with the number of indices count as complete.
+            indices: int32 or int64 `[L]`, those of all bags of table 0, then of table 1, and so on;
+                or `[T * B, N]` or `[T, B, N]` for bags of N lookups.
+            offsets: `[T * B + 1]`, or `[T * B]` without the last entry; None for bags of N lookups.
+                With one table, offsets that end with the number of indices count as complete; on a
+                GPU the first batch decides for all batches.
             warmup: ignored, as in FBTT.
 
         Raises:
-            ValueError: offsets missing, or given for bags of N lookups.
-            RuntimeError: a number of offsets or bags does not fit the tables.
+            RuntimeError: the number of offsets or bags does not fit the tables.
+            ValueError: offsets are missing, or passed for bags of N lookups.
         """
         if indices.dim() > 1:
             if offsets is not None:
@@ -303,9 +302,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def _lacks_last_offset(self, indices: Tensor, offsets: Tensor) -> bool:
         """Return whether offsets lack their last entry, the number of indices.
 
-        With several tables, the number of offsets determines it. With one table, the last offset
-        is read: on a CPU for each batch, on a GPU for the first only, so that later batches do not
-        wait for the device.
+        With several tables, the number of offsets tells. With one table, the last offset is read:
+        on a CPU for each batch, on a GPU for the first one only, as the host must wait for it.
         """
         num_offsets = offsets.numel()
         if self.num_tables > 1 or not num_offsets:
@@ -317,10 +315,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return self._first_lacks_last_offset
 
     def reset_parameters(self, weight_dist: str | None = None) -> None:
-        """Draw the cores again, and empty the cache.
+        """Draw new initial values for the cores, and empty the cache.
 
-        `weight_dist` becomes the distribution; None keeps the present one. An unknown one raises
-        ValueError.
+        `weight_dist` is the distribution from now on; None keeps the current one. An unknown one
+        raises ValueError.
         """
         if weight_dist is not None:
             self._trains.init = _initializer(weight_dist)
@@ -329,12 +327,12 @@ class TableBatchedTTEmbeddingBag(nn.Module):
 
     @property
     def optimizer_state(self) -> list[Tensor]:
-        """Return the first state of each core of all tables; empty where the optimizer has none."""
+        """First optimizer state of each core, of all tables; empty if the optimizer has none."""
         return [states[0] for states in self._trains.stacked_states() if states]
 
     @property
     def cache_weight(self) -> Tensor | None:
-        """Return the stored rows of the first table; None without a cache."""
+        """Rows of the first table in the cache, `[cache_size, D]`; None without a cache."""
         if not isinstance(self.bags, StackedCachedTTBags):
             return None
         rows = self.bags.rows
@@ -343,14 +341,14 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return rows.table_weights()[0]
 
     def get_params(self) -> list[nn.Parameter]:
-        """Return all parameters of the module."""
+        """Return all parameters of the module, in a list."""
         return list(self.parameters())
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, from the next backward on.
+        """Set the learning rate of the next and later updates.
 
         Raises:
-            RuntimeError: `sparse=False`; the learning rate is then in the optimizer of the caller.
+            RuntimeError: `sparse` is False: the caller's optimizer has the learning rate.
         """
         self.bags.set_learning_rate(lr)
         self.learning_rate = lr
@@ -358,7 +356,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def full_weight(self) -> Tensor:
         """Return all rows of the only table, `[prod p, D]`.
 
-        A row that the cache stores is the stored one; FBTT computes it from the cores. With
+        Rows in the cache are those of the cache; FBTT computes them from the cores. With
         `sparse=False` gradients of the other rows reach the cores.
 
         Raises:
@@ -374,7 +372,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return full.index_copy(0, ids, self.bags.to_dense(0)[ids]) if len(ids) else full
 
     def cache_populate(self) -> None:
-        """Store the most used rows so far in the cache, until the next call.
+        """Fill the cache with the rows that were used most so far; they stay until the next call.
 
         Raises:
             ValueError: the module has no cache.
@@ -382,10 +380,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         self._require_cache().populate()
 
     def update_cache(self, indices: Tensor) -> None:
-        """Count a use of each id of the first table, without a lookup; any shape.
+        """Count one use of each of `indices` in the first table, without a lookup.
 
-        Training lookups count their ids themselves. Ids outside the table are skipped. Without a
-        cache this does nothing, as in FBTT.
+        The shape is any. Training lookups count their ids themselves. Ids outside the table are
+        skipped. Without a cache this does nothing, as in FBTT.
         """
         if isinstance(self.bags, StackedCachedTTBags):
             ids = indices.flatten().long()
@@ -394,7 +392,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             )
 
     def reset_cache(self) -> None:
-        """Project the cached rows onto the cores, empty the cache, and forget all counts.
+        """Project the rows in the cache onto the cores, empty the cache, and reset all counts.
 
         Raises:
             ValueError: the module has no cache.
@@ -409,13 +407,16 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Accept FBTT's state dicts, and state dicts of versions with one core per table."""
+        """Load FBTT's state dicts, too, and those of emblib's versions with one core per table."""
         StateDictReader(self.bags, state_dict, prefix, arguments[-1]).convert()
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
-    """One tensor-train table, by default with a cache (FBTT's name and arguments)."""
+    """One tensor-train table, by default with a cache, with FBTT's arguments.
+
+    Attributes and errors are those of `TableBatchedTTEmbeddingBag`.
+    """
 
     def __init__(
         self,

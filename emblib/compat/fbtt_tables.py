@@ -1,7 +1,7 @@
 """Tensor trains whose cores are stacked over tables, and FBTT-Embedding's state dicts.
 
-FBTT has one parameter per core for all tables, `[T, p_k, R_k * q_k * R_{k+1}]`, where emblib has
-one per core and table. Here the parameters are FBTT's, and lookups read slices of them.
+FBTT has one parameter per core k, for all tables: `[T, p_k, R_k * q_k * R_{k+1}]`. emblib has one
+per core and table. The modules of this file have FBTT's parameters, and look up in slices of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from emblib import CachedTTEmbeddingBags, TableBatchedTTEmbeddingBags, ops, optim
 
 LAYOUT = "tt_layout"
-"""The entry of a state dict with rows, dim, factors and ranks, which identify a tensor train."""
+"""Name of the entry of a state dict that has rows, dim, factors and ranks of a tensor train."""
 
 
 class StackedCores(nn.ParameterList):
-    """The parameters, core k of all tables: `[T, p_k, width_k]`."""
+    """List of parameters, one per core: core k of all T tables, `[T, p_k, width_k]`."""
 
     def as_list(self) -> list[nn.Parameter]:
         """Return the parameters; iterating over a `ParameterList` is slow."""
@@ -28,13 +28,13 @@ class StackedCores(nn.ParameterList):
         return parameters if len(parameters) == len(self) else list(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the cores, but keep their dtype, as tables do: kernels take no other."""
+        """Move the cores, but keep their dtype, as tables do: kernels need it."""
         return super()._apply(ops.keep_dtype(fn), recurse)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
     ) -> None:
-        """Copy the values, whatever `assign` says: lookups read this memory."""
+        """Copy the values, also with `assign=True`: lookups read this memory."""
         metadata_for_copy = {
             k: v for k, v in local_metadata.items() if k != "assign_to_params_buffers"
         }
@@ -42,7 +42,7 @@ class StackedCores(nn.ParameterList):
 
 
 class CoreViews:
-    """The cores of all tables, table after table, as views of parameters that are stacked.
+    """Sequence of the cores of all tables, table after table, as views of stacked parameters.
 
     Args:
         stacked: parameters `[T, p_k, width_k]`.
@@ -53,7 +53,8 @@ class CoreViews:
     def __init__(self, stacked: StackedCores, num_tables: int, *, in_graph: bool) -> None:
         self.stacked = stacked
         self._num_tables, self._is_in_graph = num_tables, in_graph
-        self._views: tuple[list[int], list[Tensor]] = ([], [])  # of parameters at these addresses
+        # The last views, and the addresses of the parameters that they are views of.
+        self._views: tuple[list[int], list[Tensor]] = ([], [])
 
     def __len__(self) -> int:
         return self._num_tables * len(self.stacked)
@@ -67,9 +68,10 @@ class CoreViews:
         return iter(self.as_list())
 
     def as_list(self) -> list[Tensor]:
-        """Return all views; backward makes one gradient per parameter, not one per view.
+        """Return all views; backward computes one gradient per parameter, not one per view.
 
-        Views outside the graph are the same objects in each call, until a parameter changes.
+        Views outside the autograd graph are the same objects in each call, until a parameter is
+        replaced or moved.
         """
         cores = self.stacked.as_list()
         addresses = [number for core in cores for number in (id(core), core.data_ptr())]
@@ -86,8 +88,8 @@ class CoreViews:
 class StackedTTBags(TableBatchedTTEmbeddingBags):
     """Tensor-train tables of equal sizes, whose cores and optimizer states are stacked.
 
-    The module that owns this one has the parameters, `stacked`: here they are neither in the
-    state dict nor among its parameters. Ranks greater than a core can use are accepted.
+    The module around this one has the parameters, `stacked`: they are neither parameters of this
+    module nor in its state dict. Ranks that are greater than a core can use are accepted.
     """
 
     cores: Any
@@ -95,10 +97,10 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
     tt_layout: Tensor
 
     def _check_ranks(self) -> None:
-        """Accept all ranks, as FBTT does."""
+        """Do nothing: all ranks are accepted, as in FBTT."""
 
     def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """Allocate stacked cores and states; `shapes` has each core's shape, table after table."""
+        """Allocate stacked cores and states; `shapes` are those of the cores, table after table."""
         in_graph = isinstance(self.optimizer, optim.External)
         num_tables = len(self.tables)
         shapes_of_table = shapes[: len(shapes) // num_tables]
@@ -119,13 +121,13 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
                 self.register_buffer(f"state_{state.name}_{k}", values)
 
     def stacked_states(self) -> list[list[Tensor]]:
-        """Return the optimizer states of each core, of all tables: `[T, p, width]` or `[T, p]`."""
+        """Return the optimizer states of each core, for all tables: `[T, p, width]` or `[T, p]`."""
         names = [state.name for state in self.optimizer.states]
         buffers: Any = self._buffers
         return [[buffers[f"state_{name}_{k}"] for name in names] for k in range(len(self.stacked))]
 
     def core_states(self) -> list[list[Tensor]]:
-        """Return the optimizer states of each core, views of the stacked ones."""
+        """Return the states of each core, table after table, as views of the stacked ones."""
         stacked = self.stacked_states()
         return [
             [state[t] for state in states_of_core]
@@ -155,13 +157,13 @@ class StackedCachedTTBags(CachedTTEmbeddingBags):
 
 
 class StateDictReader:
-    """Converts state dicts of FBTT, and of emblib with one core per table, for a module.
+    """Conversion of state dicts of FBTT, and of emblib's earlier versions, for a module.
 
     Args:
-        bags: the tables of the module.
-        state_dict: state dict that is converted in place.
+        bags: tables of the module.
+        state_dict: state dict, which is converted in place.
         prefix: prefix of the module's keys; keys of `bags` begin with `{prefix}bags.`.
-        errors: list to which a message is added for every entry that does not fit.
+        errors: list that gets a message for every entry that does not fit.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class StateDictReader:
         self._errors = errors
 
     def convert(self) -> None:
-        """Convert the entries; if one does not fit, use the module's for all."""
+        """Convert all entries; if one does not fit, replace all by the module's own."""
         emblib_keys = [key for key in self._entries if key.startswith(self._bags_prefix)]
         num_errors_before = len(self._errors)
         if emblib_keys:
@@ -192,7 +194,7 @@ class StateDictReader:
             self._restore_module_entries()
 
     def _stack_tables(self) -> None:
-        """Stack the cores and states of tables, which earlier versions had one by one."""
+        """Stack cores and states, of which earlier versions had one per table."""
         num_cores, num_tables = len(self._trains.stacked), len(self._trains.tables)
         if f"{self._trains_prefix}cores.0" not in self._entries:
             return
@@ -210,10 +212,10 @@ class StateDictReader:
         self._entries.update(stacked)
 
     def _convert_fbtt(self) -> None:
-        """Convert FBTT's entries; entries that FBTT does not save stay those of the module.
+        """Convert FBTT's entries; those that FBTT does not save are the module's own.
 
-        FBTT saves neither ranks nor factors of the dimension: cores of equal shapes are assumed to
-        have those of this module, as in FBTT.
+        FBTT saves neither ranks nor factors of the dimension. As in FBTT, cores of equal shapes are
+        assumed to have those of this module.
         """
         module_entries = self._bags.state_dict(prefix=self._bags_prefix)
         self._check_rows(self._entries.pop(f"{self._prefix}L", None))
@@ -224,7 +226,7 @@ class StateDictReader:
         self._entries.update(module_entries)
 
     def _check_rows(self, saved: Tensor | None) -> None:
-        """Add an error where FBTT's `L`, the rows per row of each core, is not the module's."""
+        """Add an error if FBTT's `L`, the rows per row of each core, differs from the module's."""
         factors = self._trains.tables[0].row_factors
         rows_per_core_row = [math.prod(factors[k + 1 :]) for k in range(len(factors))]
         if saved is not None and saved.tolist() != rows_per_core_row:
@@ -235,7 +237,10 @@ class StateDictReader:
             )
 
     def _convert_states(self, module_entries: MutableMapping[str, Any]) -> None:
-        """Convert FBTT's optimizer states, sums of squares, if the module has such."""
+        """Convert FBTT's optimizer states, sums of squares, if the module has such states.
+
+        Add an error if it has not, and a sum is not 0.
+        """
         has_sums = [state.name for state in self._trains.optimizer.states] == ["sum"]
         for k, states in enumerate(self._trains.stacked_states()):
             name = f"{self._prefix}optimizer_state.optimizer_state{k}"
@@ -254,7 +259,7 @@ class StateDictReader:
     def _convert_cache(
         self, module_entries: MutableMapping[str, Any], saved: Mapping[str, Tensor | None]
     ) -> None:
-        """Convert counts and stored rows; without them the cache is empty afterwards."""
+        """Convert the counts and rows of the cache; without rows the cache is empty afterwards."""
         ids, slots, rows = saved["hashtbl"], saved["cache_state"], saved["cache_weight"]
         counted_ids = (
             torch.zeros(0, dtype=torch.int64, device="cpu") if ids is None else ids[ids >= 0].cpu()
@@ -263,7 +268,7 @@ class StateDictReader:
         if ids is not None and slots is not None and rows is not None:
             slots = slots[ids >= 0].long().cpu()
             has_one_id = torch.bincount(slots[slots >= 0], minlength=len(rows)) == 1
-            # Two ids have one slot if one replaced the other in the hash table: neither is certain.
+            # If two ids have one slot, one replaced the other: it is unknown which row is stored.
             id_of_slot = {
                 slot: key
                 for key, slot in zip(counted_ids.tolist(), slots.tolist(), strict=True)
@@ -308,7 +313,7 @@ class StateDictReader:
                 module_entries[sums_name] = sums
 
     def _check_layout(self) -> None:
-        """Add an error where cores are of another tensor train, or of another shape."""
+        """Add an error if cores have another shape, or are those of another tensor train."""
         for k, core in enumerate(self._trains.stacked.as_list()):
             saved = self._entries.get(f"{self._prefix}tt_cores.{k}")
             if saved is not None and saved.shape != core.shape:
@@ -328,7 +333,7 @@ class StateDictReader:
             )
 
     def _restore_module_entries(self) -> None:
-        """Replace all entries by those of the module, so that loading them changes nothing."""
+        """Replace all entries by the module's own, so that loading them changes nothing."""
         self._entries.update(self._bags.state_dict(prefix=self._bags_prefix))
         for k, core in enumerate(self._trains.stacked.as_list()):
             self._entries[f"{self._prefix}tt_cores.{k}"] = core.detach()

@@ -24,7 +24,7 @@ from emblib.compat import (
 from emblib.compat.torchrec_names import MODULES, RAISES
 from emblib.sharding import awaitables, codecs, planner
 
-# Modules that implement names. If several have a name, imported names included, the first one has
+# Modules that implement names. If several have a name (an imported one counts), the first one has
 # TorchRec's form of it.
 _IMPLEMENTING_MODULES: tuple[ModuleType, ...] = (
     torchrec_optim,
@@ -46,7 +46,7 @@ _IMPLEMENTING_MODULES: tuple[ModuleType, ...] = (
     jagged,
     collections,
 )
-# Names of TorchRec whose implementation has another name.
+# Implementations that have another name than TorchRec's, by TorchRec's name.
 _IMPLEMENTATION_OF_NAME: dict[str, Any] = {
     "BaseEmbeddingSharder": torchrec_sharders.ModuleSharder,
     "BaseQuantEmbeddingSharder": torchrec_quant.QuantEmbeddingBagCollectionSharder.__base__,
@@ -63,7 +63,10 @@ _NAMES_OF_FBGEMM = ("EmbOptimType",)  # a value in `fused_params`, which TorchRe
 
 
 def find_implementations() -> dict[str, Any]:
-    """Return the implementation of each name in `MODULES` that has one and is not in `RAISES`."""
+    """Return the implementation of each name in `MODULES`, by emblib's name of it.
+
+    Names in `RAISES`, and names without an implementation, are left out.
+    """
     entries = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
     values_by_name: dict[str, Any] = {}
     for name in dict.fromkeys([*entries, *_NAMES_OF_FBGEMM]):

@@ -1,8 +1,9 @@
 """TorchRec's codecs for communication, and its collectives.
 
-The collectives are those of `emblib.sharding.collectives`, which has their shapes and errors, with
-TorchRec's arguments. `group` is the process group, None for all processes; `codecs` are the
-encodings of values and gradients, None for none. Results are awaitables.
+The collectives are those of `emblib.sharding.collectives`, which states their shapes and errors,
+with TorchRec's arguments. All ranks of a group must call them. `group` is the process group, None
+for all processes; `codecs` are the encodings of values and gradients, None for none. Results are
+awaitables.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from emblib.sharding.awaitables import Awaitable
 
 
 class CommType(Enum):
-    """Format of values in communication."""
+    """Number format of messages."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -33,7 +34,7 @@ class CommType(Enum):
 
 
 class CommOp(Enum):
-    """Collectives for which codecs are registered."""
+    """Collectives that may have codecs."""
 
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
@@ -41,15 +42,22 @@ class CommOp(Enum):
 
 
 class QuantizedCommCodec(Subscripted, metaclass=Interface):
-    """Interface of codecs: those of FBGEMM's messages, and `emblib.sharding.codecs.Codec`."""
+    """Interface of codecs: FBGEMM's `QuantizedCommCodec`, and `emblib.sharding.codecs.Codec`."""
 
     emblib_classes = (codecs.Codec, fbgemm_comms.QuantizedCommCodec)
 
 
 class FbgemmCodec(fbgemm_comms.QuantizedCommCodec):
-    """An FBGEMM message codec; `native` is emblib's codec of the same format.
+    """A codec of FBGEMM's messages, with emblib's codec of the same format.
 
-    Sharded collections and collectives encode with `native`, which needs no context.
+    Args:
+        kind: number format of messages.
+        loss_scale: factor of fp16 messages; None for none.
+        row_dim: number of values that share a scale in fp8 and int8; None is the default.
+        is_e4m3: whether fp8 has 4 exponent bits and 3 mantissa bits, not 5 and 2.
+
+    Attributes:
+        native: emblib's codec, which sharded collections and collectives use; it has no context.
     """
 
     def __init__(
@@ -71,9 +79,14 @@ class FbgemmCodec(fbgemm_comms.QuantizedCommCodec):
 class QCommsConfig:
     """Encoding of rows (forward) and of their gradients (backward).
 
-    Loss scales apply to fp16 only. `fp8_quantize_dim` is the number of values that share a scale in
-    fp8 and int8, None for the codec's default; `fp8_quantize_dim_bwd` is the same backward, None
-    for that of forward. fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
+    Attributes:
+        forward_precision: number format of rows.
+        backward_precision: number format of gradients.
+        forward_loss_scale: factor of fp16 rows; None for none.
+        backward_loss_scale: factor of fp16 gradients; None for none.
+        fp8_quantize_dim: number of values that share a scale in fp8 and int8; None is the default.
+        fp8_quantize_dim_bwd: the same for gradients; None is `fp8_quantize_dim`.
+        fp8_bwd_uses_143: whether fp8 gradients are e4m3, as fp8 rows always are, and not e5m2.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -91,7 +104,7 @@ class QCommsConfig:
 
 @dataclass(frozen=True)
 class QuantizedCommCodecs:
-    """One codec for each direction."""
+    """A codec for rows (forward), and one for gradients (backward)."""
 
     forward: Any = codecs.FP32()  # noqa: RUF009 frozen
     backward: Any = codecs.FP32()  # noqa: RUF009 frozen
@@ -109,9 +122,12 @@ def get_qcomm_codecs_registry(
     comm_ops: Sequence[CommOp] | None = None,
     device: torch.device | None = None,
 ) -> Registry | None:
-    """Return codecs by the name of the collective; None if nothing is encoded.
+    """Return the codecs of each collective, by its name; None if both precisions are FP32.
 
-    `comm_ops` are the collectives, None or empty for all; `device` is ignored.
+    Args:
+        qcomms_config: encoding of rows and gradients.
+        comm_ops: collectives that encode; None or empty for all.
+        device: ignored.
     """
     config = qcomms_config
     if (config.forward_precision, config.backward_precision) == (CommType.FP32, CommType.FP32):
@@ -133,12 +149,14 @@ def get_qcomm_codecs_registry(
 def comm_precision_of(
     registry: Mapping[str, QuantizedCommCodecs] | None, *, pooled: bool
 ) -> CommPrecision | None:
-    """Return the communication precision of a sharded collection, for its output all-to-all.
+    """Return the codecs of the output all-to-all of a sharded collection, in emblib's form.
 
-    None without a registry.
+    Args:
+        registry: result of `get_qcomm_codecs_registry`; None and an empty one return None.
+        pooled: whether the collection pools rows.
 
     Raises:
-        ValueError: the registry lacks this all-to-all.
+        ValueError: the registry does not have this all-to-all.
     """
     if not registry:
         return None
@@ -151,8 +169,8 @@ def comm_precision_of(
     return registry[op.name].precision()
 
 
-# Whether backward divides gradients by the number of ranks. Applies only to the collectives below;
-# a sharded collection gets `gradients=` when it is constructed.
+# Whether backward of the collectives below divides gradients by the number of ranks. Sharded
+# collections do not read this: they have an argument `gradients`.
 _divides_gradients = True
 
 
@@ -170,7 +188,7 @@ def set_gradient_division(val: bool) -> None:
 def _ranks_and_options(
     group: Any, codec: QuantizedCommCodecs | None
 ) -> tuple[RankGroup, dict[str, Any]]:
-    """Return the ranks, and the keyword arguments of emblib's collectives."""
+    """Return the ranks, and the other keyword arguments of emblib's collectives."""
     return RankGroup.from_value(group), {
         "comm_precision": CommPrecision() if codec is None else codec.precision(),
         "gradients": "mean" if _divides_gradients else "sum",
@@ -186,9 +204,9 @@ def alltoall_pooled(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Send pooled rows [sum B, D of this rank] to [B of this rank, sum D].
+    """Send pooled rows `[sum B, D of this rank]` to the ranks of the examples.
 
-    The tensors of sizes are ignored.
+    The result is `[B of this rank, sum D]`. The two tensors of sizes are ignored.
     """
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.alltoall_pooled(
@@ -206,9 +224,9 @@ def variable_batch_alltoall_pooled(
 ) -> Awaitable[Tensor]:
     """Exchange pooled rows of features with different batch sizes.
 
-    Argument and result are flat. The argument has, for each rank r and each feature f of this rank,
-    rows `[B[r][f], D[f]]`; the result, for each rank r and each feature f of rank r, rows
-    `[B of f on this rank, D[f]]`.
+    The argument and the result are flat. For each rank r and each feature f of this rank, the
+    argument has rows `[B[r][f], D[f]]`. For each rank r and each feature f of rank r, the result
+    has rows `[B of f on this rank, D[f]]`.
     """
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.variable_batch_alltoall_pooled(
@@ -235,7 +253,7 @@ def reduce_scatter_pooled(
 def reduce_scatter_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """Reduce-scatter `[W * B, D]` to `[B, D]`."""
+    """Add up rows `[W * B, D]` over W ranks; return the block of this rank, `[B, D]`."""
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.reduce_scatter_base_pooled(input, ranks, **options)
 
@@ -246,7 +264,10 @@ def reduce_scatter_v_pooled(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Reduce-scatter `[sum B, D]` to `[B of this rank, D]`."""
+    """Add up rows `[sum B, D]` over ranks; return the block of this rank, `[B of this rank, D]`.
+
+    `input_splits` has the B of each rank.
+    """
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.reduce_scatter_v_pooled(input, list(input_splits), ranks, **options)
 
@@ -254,7 +275,7 @@ def reduce_scatter_v_pooled(
 def all_gather_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """Gather `[B, D]` of all ranks to `[W * B, D]`."""
+    """Gather rows `[B, D]` of all W ranks: `[W * B, D]`."""
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.all_gather_base_pooled(input, ranks, **options)
 
@@ -273,16 +294,16 @@ def alltoall_sequence(
     """Return the looked-up vectors to the ranks that sent the ids.
 
     Args:
-        a2a_sequence_embs_tensor: vectors `[N, D]`, in segments: by feature, then by rank.
-        forward_recat_tensor: the order that brings these segments into rank-major order;
-            None or empty if they have it. Each segment has the same number of bags.
-        backward_recat_tensor: the inverse of `forward_recat_tensor`; ignored.
-        lengths_after_sparse_data_all2all: ids per bag, in the order of the vectors.
-        input_splits: ids that this rank sent to each rank: the vectors that it receives.
-        output_splits: ids received from each rank: the vectors sent back.
+        a2a_sequence_embs_tensor: vectors `[N, D]`, in segments of the same number of bags.
+        forward_recat_tensor: order of the segments that sorts them by rank; None or empty if they
+            are sorted.
+        backward_recat_tensor: ignored: the inverse of `forward_recat_tensor`.
+        lengths_after_sparse_data_all2all: number of ids per bag, in the order of the vectors.
+        input_splits: number of ids that this rank sent to each rank; it receives as many vectors.
+        output_splits: number of ids received from each rank; as many vectors are sent back.
         variable_batch_size: ignored: the lengths determine it.
-        group: the process group.
-        codecs: encodings of vectors and gradients.
+        group: process group; None for all processes.
+        codecs: encodings of vectors and gradients; None for none.
     """
     ranks, options = _ranks_and_options(group, codecs)
     values, order = a2a_sequence_embs_tensor, forward_recat_tensor
@@ -290,7 +311,7 @@ def alltoall_sequence(
         counts = lengths_after_sparse_data_all2all.reshape(order.numel(), -1).sum(1).tolist()
         segments = torch.arange(values.size(0), device=values.device).split(counts)
         values = values.index_select(0, torch.cat([segments[i] for i in order.tolist()]))
-    # TorchRec names the pair for the ids; vectors travel the other way, so the two are swapped.
+    # TorchRec's two arguments describe the ids. Vectors travel the other way: swap the arguments.
     return collectives.alltoall_sequence(
         values, list(output_splits), list(input_splits), ranks, **options
     )

@@ -1,6 +1,6 @@
-"""TorchRec's dense modules, which recommenders put around their collections.
+"""TorchRec's dense modules, for the parts of a recommender other than its collections.
 
-Parameters have TorchRec's names, so that state dicts of its models load.
+Parameters have TorchRec's names, so that state dicts of TorchRec load.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class SwishLayerNorm(nn.Module):
-    """Multiply the input by the sigmoid of its layer norm over the last dimensions."""
+    """Module that multiplies its input by the sigmoid of the input's layer norm.
+
+    Args:
+        input_dims: sizes of the last dimensions, over which the norm is computed.
+        device: device of the parameters; None is torch's default device.
+    """
 
     def __init__(
         self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None
@@ -26,7 +31,7 @@ class SwishLayerNorm(nn.Module):
         self.norm = nn.Sequential(nn.LayerNorm(input_dims, device=device), nn.Sigmoid())
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the scaled input."""
+        """Return the scaled input, in its shape."""
         scaled: Tensor = input * self.norm(input)
         return scaled
 
@@ -35,10 +40,10 @@ class Perceptron(nn.Module):
     """A linear layer and an activation.
 
     Args:
-        in_size: columns of the input.
-        out_size: columns of the output.
+        in_size: number of columns of the input.
+        out_size: number of columns of the output.
         bias: whether the layer adds a bias.
-        activation: a module or a function of tensors.
+        activation: module or function of a tensor.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -57,7 +62,7 @@ class Perceptron(nn.Module):
         self._activation_fn = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the activation of the layer's output."""
+        """Return the activation of the layer's output, `[..., out_size]`."""
         return self._activation_fn(self._linear(input))
 
 
@@ -65,20 +70,21 @@ _ACTIVATIONS: dict[str, Activation] = {"relu": torch.relu, "sigmoid": torch.sigm
 
 
 class MLP(nn.Module):
-    """Perceptrons one after another.
+    """Sequence of perceptrons.
 
     Args:
-        in_size: columns of the input.
-        layer_sizes: columns of the output of each layer.
+        in_size: number of columns of the input.
+        layer_sizes: number of columns of the output of each layer.
         bias: whether the layers add a bias.
-        activation: "relu", "sigmoid", "swish_layernorm", a function of tensors, a module, of which
-            every layer has a copy, or a class or function that makes one.
+        activation: activation of the layers: "relu", "sigmoid", "swish_layernorm", a function of a
+            tensor, a module, of which every layer has a copy, or a class or function without
+            arguments that returns a module.
         device: device of the parameters.
         dtype: dtype of the linear layers and of the norms of "swish_layernorm".
-        activation_on_last: whether the last layer has the activation.
+        activation_on_last: whether the last layer has an activation.
 
     Raises:
-        ValueError: `activation` is a name other than these.
+        ValueError: `activation` is another name.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class MLP(nn.Module):
 def _activation_of_layer(
     activation: Any, num_columns: int, device: torch.device | None, dtype: torch.dtype
 ) -> Activation:
-    """Return the activation of a layer with `num_columns` outputs."""
+    """Return the activation of a layer with `num_columns` outputs; see `MLP` for the arguments."""
     if activation == "swish_layernorm":
         return SwishLayerNorm(num_columns, device=device).to(dtype)
     if isinstance(activation, str):

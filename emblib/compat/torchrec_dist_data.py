@@ -1,4 +1,8 @@
-"""TorchRec's modules that send batches and pooled rows, and its functions of ranks and nodes."""
+"""TorchRec's modules that send batches and rows, and its functions of ranks and nodes.
+
+`pg` is a process group; None is all processes. Modules that send are collectives: all ranks of the
+group must construct and call them.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +31,19 @@ T = TypeVar("T")
 
 
 def is_leader(pg: Any, leader_rank: int = 0) -> bool:
-    """Return whether this process is rank `leader_rank` of `pg`; True if `pg` is None."""
+    """Return whether this process is rank `leader_rank` of `pg`; True for None."""
     return pg is None or RankGroup.from_value(pg).rank == leader_rank
 
 
 def invoke_on_rank_and_broadcast_result(
     pg: Any, rank: int, func: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call a function on one rank, and return its result on every rank."""
+    """Call `func` on rank `rank`, and return its result on every rank; all ranks must call this."""
     return invoke_on_rank(RankGroup.from_value(pg), rank, func, *args, **kwargs)
 
 
 def run_on_leader(pg: Any, rank: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorate a function so that rank `rank` runs it and every rank gets the result."""
+    """Return a decorator: rank `rank` runs the function, and every rank gets its result."""
 
     def decorate(func: Callable[..., T]) -> Callable[..., T]:
         @wraps(func)
@@ -52,7 +56,10 @@ def run_on_leader(pg: Any, rank: int) -> Callable[[Callable[..., T]], Callable[.
 
 
 def get_local_size(world_size: int | None = None) -> int:
-    """Return the number of ranks per node: LOCAL_WORLD_SIZE if it divides the world, else all."""
+    """Return the number of ranks per node: LOCAL_WORLD_SIZE if it divides `world_size`, else all.
+
+    `world_size` None is the number of processes.
+    """
     num_ranks = RankGroup().size if world_size is None else world_size
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     is_divisor = 0 < local_size <= num_ranks and num_ranks % local_size == 0
@@ -60,17 +67,17 @@ def get_local_size(world_size: int | None = None) -> int:
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return the number of a rank on its node; by default the number of this process."""
+    """Return the number of a rank within its node; None is this process."""
     return (RankGroup().rank if rank is None else rank) % get_local_size(world_size)
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return the number of the node of a rank; by default of this process."""
+    """Return the number of the node of a rank; None is this process."""
     return (RankGroup().rank if rank is None else rank) // get_local_size(world_size)
 
 
 def get_num_groups(world_size: int | None = None) -> int:
-    """Return the number of nodes."""
+    """Return the number of nodes; `world_size` None is the number of processes."""
     size = RankGroup().size if world_size is None else world_size
     return size // get_local_size(size)
 
@@ -78,13 +85,13 @@ def get_num_groups(world_size: int | None = None) -> int:
 def intra_and_cross_node_pg(
     device: torch.device | None = None, backend: str | None = None
 ) -> tuple[Any, Any]:
-    """Return new process groups: the ranks of this node, and the ranks with this local number.
+    """Return two new process groups: the ranks of this node, and the ranks with this local number.
 
-    All processes call this together; unlike TorchRec's, each call makes new groups, of a single
-    rank too. For a `device` on `meta` both are None.
+    All processes must call this. Unlike in TorchRec, each call makes new groups, also of a single
+    rank. For the device `meta` both are None.
 
     Raises:
-        ValueError: a `backend` is passed: the groups use the backend of all processes.
+        ValueError: `backend` is not None: the groups use the backend of all processes.
     """
     if device is not None and device.type == "meta":
         return None, None
@@ -97,13 +104,13 @@ def intra_and_cross_node_pg(
 
 
 class KJTAllToAll(nn.Module):
-    """Send `splits[r]` features of a batch to rank r, and receive those of this rank from all.
+    """Send features of a batch to the ranks that look them up.
 
-    The result has this rank's features of the examples of all ranks, rank 0 first.
+    The result has the features of this rank, with the examples of all ranks, rank 0 first.
 
     Args:
-        pg: the process group.
-        splits: features for each rank, in the order of the batch.
+        pg: process group.
+        splits: number of features for each rank, in the order of the batch.
         stagger: number that must be 1: batches of ranks follow each other in rank order.
 
     Raises:
@@ -124,12 +131,12 @@ class KJTAllToAll(nn.Module):
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Start to send the sizes of a batch; the first `wait` sends ids, the second receives them.
 
-        The first `wait` raises RuntimeError, on all ranks, if dtypes of ids or weights differ in
-        their size, or if only some batches have weights.
+        The first `wait` raises RuntimeError on all ranks if ids or weights have dtypes of different
+        sizes on different ranks, or if only some ranks have weights.
 
         Raises:
-            ValueError: features differ in batch size, or are not those of `splits`; the other ranks
-                then wait.
+            ValueError: features differ in batch size, or their number is not the sum of `splits`.
+                Only this rank raises; the others wait for it.
         """
         batch, ranks = KeyedJaggedTensor.adopt(input), self._ranks
         if batch.variable_stride_per_key():
@@ -159,9 +166,10 @@ class KJTAllToAll(nn.Module):
     def _send(
         self, batch: KeyedJaggedTensor, rank_batches: Sequence[KeyedJaggedTensor], pending: Any
     ) -> Awaitable[KeyedJaggedTensor]:
-        """Receive the sizes, then send lengths, ids and weights: `rank_batches[r]` to rank r.
+        """Receive the sizes, then send `rank_batches[r]` to rank r.
 
-        A message to a rank is the lengths, then the ids, of its features, in the dtype of the ids.
+        The message to a rank has the lengths of its features, then their ids, in the dtype of the
+        ids. Weights are a second message.
         """
         ranks, num_features = self._ranks, self._splits[self._ranks.rank]
         header_of_ranks = pending.wait().view(ranks.size, 3 + num_features).tolist()
@@ -199,7 +207,10 @@ class KJTAllToAll(nn.Module):
 
 
 def _check_item_nbytes(by_rank: Sequence[Sequence[int]]) -> None:
-    """Raise RuntimeError unless all ranks have the same bytes per id and per weight."""
+    """Raise RuntimeError unless all ranks have the same bytes per id and per weight.
+
+    `by_rank` has both numbers for each rank, 0 bytes for no weights.
+    """
     if any(item_nbytes != by_rank[0] for item_nbytes in by_rank):
         texts = [
             f"rank {rank}: ids of {8 * id_nbytes} bits, "
@@ -219,7 +230,7 @@ def _to_feature_major(
 
     Args:
         keys: features of this rank.
-        messages: number of bags per feature, then number of ids of each feature, for each rank.
+        messages: number of bags per feature, then numbers of ids of each feature, for each rank.
         values: awaitable of the received lengths and ids.
         weights: awaitable of the received weights; None if batches have none.
     """
@@ -260,7 +271,7 @@ def _to_feature_major(
 
 
 class KJTList:
-    """Batches of several devices."""
+    """List of batches, one per device."""
 
     def __init__(self, features: Sequence[Any]) -> None:
         self.features = list(features)
@@ -278,7 +289,7 @@ class KJTList:
         return iter(self.features)
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until the work queued on `stream` is done."""
+        """Keep the memory of all batches until the work queued on `stream` is done."""
         for features in self.features:
             features.record_stream(stream)
 
@@ -288,21 +299,21 @@ class ListOfKJTList(KJTList):
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:
-    """Return the device of a rank, such as `cuda:rank`; the CPU has no number."""
+    """Return the device of a rank, e.g. `cuda:3`; a CPU has no number."""
     return torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
 
 
 class KJTOneToAll(nn.Module):
-    """Copy `splits[r]` features of a batch to device r of this process.
+    """Copy features of a batch to the devices of this process that look them up.
 
     Args:
-        splits: features for each device.
-        world_size: the number of devices.
-        device: device type of the outputs; None is "cuda" if there are GPUs, else "cpu".
+        splits: number of features for each device, in the order of the batch.
+        world_size: number of devices.
+        device: device whose type the outputs have; None is a GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: the numbers of splits and devices differ; or, in a call, the features are not
-            those of the splits.
+        ValueError: the numbers of splits and devices differ; or, in a call, the number of features
+            is not the sum of `splits`.
     """
 
     def __init__(
@@ -316,7 +327,7 @@ class KJTOneToAll(nn.Module):
         self._device_type = device.type if device is not None else "cuda" if has_gpu else "cpu"
 
     def forward(self, kjt: KeyedJaggedTensor) -> KJTList:
-        """Return the part of each device."""
+        """Return the features of each device; on the type `meta` they are not copied."""
         parts = KeyedJaggedTensor.adopt(kjt).split(self._splits)
         if self._device_type == "meta":
             return KJTList(parts)
@@ -329,9 +340,11 @@ class KJTOneToAll(nn.Module):
 
 
 class _ToOneDevice(nn.Module):
-    """Base of modules that bring tensors of several devices to one.
+    """Base of modules that copy tensors of several devices to one.
 
-    A call with more than `world_size` tensors raises ValueError; 0 is no limit.
+    Args:
+        device: the one device.
+        world_size: maximum number of tensors in a call, else ValueError is raised; 0 for no limit.
     """
 
     def __init__(self, device: torch.device, world_size: int = 0) -> None:
@@ -339,7 +352,7 @@ class _ToOneDevice(nn.Module):
         self._device, self._world_size = torch.device(device), world_size
 
     def set_device(self, device_str: str) -> None:
-        """Change the device that tensors are brought to."""
+        """Set the device that tensors are copied to."""
         self._device = torch.device(device_str)
 
     def _move(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -351,7 +364,7 @@ class _ToOneDevice(nn.Module):
 
 
 class EmbeddingsAllToOne(_ToOneDevice):
-    """Concatenate one or more tensors of several devices on one device, along `cat_dim`."""
+    """Concatenate tensors of several devices, at least one, on one device along `cat_dim`."""
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
         super().__init__(device, world_size)
@@ -363,7 +376,7 @@ class EmbeddingsAllToOne(_ToOneDevice):
 
 
 class EmbeddingsAllToOneReduce(_ToOneDevice):
-    """Add up one or more tensors of several devices on one device, in their order."""
+    """Add up tensors of several devices, at least one, on one device, in their order."""
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum."""
@@ -375,7 +388,7 @@ class EmbeddingsAllToOneReduce(_ToOneDevice):
 
 
 class SeqEmbeddingsAllToOne(_ToOneDevice):
-    """Bring tensors of several devices to one, each by itself."""
+    """Copy tensors of several devices to one device."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors on the device; those that are there already are not copied."""
@@ -386,11 +399,17 @@ class SeqEmbeddingsAllToOne(_ToOneDevice):
 
 
 PooledEmbeddingsAwaitable = Awaitable
-"""Type that the modules below return; its result is a tensor."""
+"""Type of the results of the modules below: awaitables of a tensor."""
 
 
 class _PooledModule(nn.Module):
-    """Base of modules that call a collective with pooled rows."""
+    """Base of modules that call a collective with pooled rows.
+
+    Args:
+        pg: process group.
+        callbacks: functions that replace the result, each called with the result of the one before.
+        codecs: encodings of rows and gradients; None for none.
+    """
 
     def __init__(
         self,
@@ -403,7 +422,7 @@ class _PooledModule(nn.Module):
 
     @property
     def callbacks(self) -> list[Callable[[Tensor], Tensor]]:
-        """The functions that replace the result; changes of this list have effect."""
+        """Functions that replace the result; the list may be changed."""
         return self._callbacks
 
     def _add_callbacks(self, pending: Awaitable[Tensor]) -> Awaitable[Tensor]:
@@ -413,14 +432,14 @@ class _PooledModule(nn.Module):
 
 
 class PooledEmbeddingsAllToAll(_PooledModule):
-    """Send pooled rows `[sum B, D of this rank]`; the result is `[B, sum D]`.
+    """Send pooled rows `[sum B, D of this rank]` to the ranks of the examples, to `[B, sum D]`.
 
     Args:
-        pg: the process group.
-        dim_sum_per_rank: columns of each rank.
+        pg: process group.
+        dim_sum_per_rank: number of columns of each rank.
         device: ignored: outputs are on the device of the input.
-        callbacks: functions that replace the result, each called with the one before.
-        codecs: encodings of rows and gradients.
+        callbacks: functions that replace the result, each called with the result of the one before.
+        codecs: encodings of rows and gradients; None for none.
     """
 
     def __init__(
@@ -437,7 +456,10 @@ class PooledEmbeddingsAllToAll(_PooledModule):
     def forward(
         self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
     ) -> Awaitable[Tensor]:
-        """Start to send rows; by default all ranks have the same number of examples."""
+        """Start to send rows.
+
+        `batch_size_per_rank` are the examples of each rank; None means equal numbers.
+        """
         num_ranks = len(self._columns)
         batch_sizes = batch_size_per_rank or [local_embs.size(0) // num_ranks] * num_ranks
         return self._add_callbacks(
@@ -448,10 +470,10 @@ class PooledEmbeddingsAllToAll(_PooledModule):
 
 
 class VariableBatchPooledEmbeddingsAllToAll(PooledEmbeddingsAllToAll):
-    """Send pooled rows of features with different batch sizes; both sides are flat.
+    """Send pooled rows of features with different batch sizes; input and output are flat.
 
-    `emb_dim_per_rank_per_feature` has the columns of each feature of each rank; the other arguments
-    are those of `PooledEmbeddingsAllToAll`.
+    `emb_dim_per_rank_per_feature` are the columns of each feature of each rank. Other arguments are
+    those of `PooledEmbeddingsAllToAll`. `comms.variable_batch_alltoall_pooled` has the layouts.
     """
 
     def __init__(
@@ -469,7 +491,13 @@ class VariableBatchPooledEmbeddingsAllToAll(PooledEmbeddingsAllToAll):
         batch_size_per_rank_per_feature: Sequence[Sequence[int]],
         batch_size_per_feature_pre_a2a: Sequence[int],
     ) -> Awaitable[Tensor]:
-        """Start to send rows."""
+        """Start to send rows.
+
+        Args:
+            local_embs: flat rows of the features of this rank, for the examples of all ranks.
+            batch_size_per_rank_per_feature: examples of each rank and feature of this rank.
+            batch_size_per_feature_pre_a2a: examples of this rank of each feature of all ranks.
+        """
         return self._add_callbacks(
             comms.variable_batch_alltoall_pooled(
                 local_embs,
@@ -483,7 +511,7 @@ class VariableBatchPooledEmbeddingsAllToAll(PooledEmbeddingsAllToAll):
 
 
 class PooledEmbeddingsReduceScatter(_PooledModule):
-    """Sum over ranks: `[sum B, D]` to `[B of this rank, D]`."""
+    """Add up rows over ranks: `[sum B, D]` to `[B of this rank, D]`."""
 
     def __init__(self, pg: Any, codecs: QuantizedCommCodecs | None = None) -> None:
         super().__init__(pg, None, codecs)
@@ -491,7 +519,10 @@ class PooledEmbeddingsReduceScatter(_PooledModule):
     def forward(
         self, local_embs: Tensor, input_splits: Sequence[int] | None = None
     ) -> Awaitable[Tensor]:
-        """Start to add up rows; by default all ranks have the same number of examples."""
+        """Start to add up rows.
+
+        `input_splits` are the examples of each rank; None means equal numbers.
+        """
         if input_splits:
             return comms.reduce_scatter_v_pooled(
                 local_embs, input_splits, group=self._pg, codecs=self._codecs
@@ -500,7 +531,7 @@ class PooledEmbeddingsReduceScatter(_PooledModule):
 
 
 class PooledEmbeddingsAllGather(_PooledModule):
-    """Gather `[B, D]` of all ranks as `[W * B, D]`."""
+    """Gather rows `[B, D]` of all W ranks: `[W * B, D]`."""
 
     def __init__(self, pg: Any, codecs: QuantizedCommCodecs | None = None) -> None:
         super().__init__(pg, None, codecs)
@@ -511,17 +542,17 @@ class PooledEmbeddingsAllGather(_PooledModule):
 
 
 SequenceEmbeddingsAwaitable = Awaitable
-"""Type that the module below returns; its result is a tensor."""
+"""Type of the result of the module below: an awaitable of a tensor."""
 
 
 class SequenceEmbeddingsAllToAll(nn.Module):
-    """Send one vector per id back to the ranks that own the ids.
+    """Send one vector per id back to the ranks whose batches have the ids.
 
     Args:
-        pg: the process group.
+        pg: process group.
         features_per_rank: number of features that each rank looks up.
         device: ignored: outputs are on the device of the input.
-        codecs: encodings of vectors and gradients.
+        codecs: encodings of vectors and gradients; None for none.
     """
 
     def __init__(
@@ -552,11 +583,18 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         batch_size_per_rank: Sequence[int] | None = None,
         sparse_features_recat: Tensor | None = None,
     ) -> Awaitable[Tensor]:
-        """Start to send vectors; arguments are as for `alltoall_sequence`.
+        """Start to send vectors.
 
-        `unbucketize_permute_tensor` has the position of each id of the batch in the result, and
-        `sparse_features_recat` the order that received bags were brought into where batch sizes
-        differ by rank; `batch_size_per_rank` is ignored.
+        Args:
+            local_embs: vectors `[N, D]`, by feature, then by rank.
+            lengths: number of ids per bag, in the order of the vectors.
+            input_splits: number of ids that this rank sent to each rank.
+            output_splits: number of ids that this rank received from each rank.
+            unbucketize_permute_tensor: position in the result of each id of the batch; None for
+                the order of the result.
+            batch_size_per_rank: ignored.
+            sparse_features_recat: order into which the received bags were brought, if batch sizes
+                differ by rank; else None.
         """
         order, positions = self._rank_major_order, unbucketize_permute_tensor
         if sparse_features_recat is not None:
@@ -579,14 +617,14 @@ class SequenceEmbeddingsAllToAll(nn.Module):
 def construct_output_kt(
     embeddings: Sequence[Tensor], embedding_names: Sequence[str], embedding_dims: Sequence[int]
 ) -> KeyedTensor:
-    """Return pooled rows `[B, D]`, at least one tensor, as one keyed tensor."""
+    """Return tensors of pooled rows `[B, D]`, at least one, as one keyed tensor."""
     return KeyedTensor(embedding_names, embedding_dims, torch.cat(list(embeddings), 1))
 
 
 def embeddings_cat_empty_rank_handle(
     embeddings: Sequence[Tensor], dummy_embs_tensor: Tensor, dim: int = 0
 ) -> Tensor:
-    """Concatenate tensors; without any, return `dummy_embs_tensor`."""
+    """Concatenate tensors; if there are none, return `dummy_embs_tensor`."""
     return torch.cat(list(embeddings), dim) if embeddings else dummy_embs_tensor
 
 
@@ -596,15 +634,15 @@ def fx_wrap_tensor_view2d(x: Tensor, dim0: int, dim1: int) -> Tensor:
 
 
 class CommOpGradientScaling(torch.autograd.Function):
-    """Multiply the gradient of a tensor; its values stay as they are."""
+    """Function that returns a tensor, and multiplies its gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, input_tensor: Tensor, scale_gradient_factor: float) -> Tensor:
-        """Return the tensor."""
+        """Return the values of the tensor."""
         ctx.scale = scale_gradient_factor
         return input_tensor.view_as(input_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Scale the gradient."""
+        """Return the gradient times the factor."""
         return grad_output * ctx.scale, None

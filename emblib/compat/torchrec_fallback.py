@@ -1,12 +1,13 @@
-"""The installed TorchRec behind emblib's tree: its datasets, models and metrics over our tables.
+"""Fallback to the files of an installed TorchRec, or FBGEMM, for names that emblib does not have.
 
-The same serves FBGEMM's Python files behind emblib's `fbgemm_gpu`, see `emblib.compat.fbgemm`.
+With `emblib.compat.torchrec.install(fallback=True)`, a module of TorchRec that the tree of emblib's
+modules does not have is executed from TorchRec's own file, under its own name. Its imports of
+TorchRec resolve to the tree, so that TorchRec's `DLRM` has an `emblib.EmbeddingBagCollection`, and
+each name has one type. If a module of the tree does not have a name, or the name raises, TorchRec's
+file of this module is executed, too, as a copy under another name, which provides the name. Other
+names of the tree stay as they are.
 
-With `emblib.compat.torchrec.install(fallback=True)` a module of TorchRec that the tree lacks is
-executed from TorchRec's own file, under its own name. Its imports of TorchRec resolve to the tree,
-so TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and each name has one type. If a
-module of the tree lacks a name, or the name raises, a second copy of TorchRec's file, executed
-under another name, provides it, if the file runs over the tree. Other names of the tree stay.
+`emblib.compat.fbgemm.install(fallback=True)` does the same with FBGEMM's Python files.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from emblib.compat.raising import RaisesOnUse
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 
 TORCHREC = "torchrec"
-_COPY_PREFIX = "_copy_of_"  # beginning of the names of second copies in `sys.modules`
-_REMEDY_BY_LIBRARY = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
+_COPY_PREFIX = "_copy_of_"  # beginning of the names of copies in `sys.modules`
+_REMEDY_BY_LIBRARY = {TORCHREC: RUN_TORCHREC_ITSELF}  # advice in error messages
 
 
 class FallbackError(ImportError):
-    """A file of the library, TorchRec or FBGEMM, cannot be executed over emblib's tree."""
+    """A file of the library, TorchRec or FBGEMM, cannot be executed with emblib's modules."""
 
 
 class Fallback:
-    """The files of an installed library, for names and modules that a tree of modules lacks.
+    """The files of an installed library, for names and modules that a tree does not have.
 
     Args:
-        modules: modules of the tree by full name, the library itself among them.
-        library: name of the library, `torchrec` or another.
+        modules: modules of the tree by full name, that of the library itself among them.
+        library: name of the library, `torchrec` or `fbgemm_gpu`.
 
     Raises:
         ModuleNotFoundError: no such library is installed.
@@ -54,11 +55,11 @@ class Fallback:
         self._library = library
         self._root = Path(next(iter(spec.submodule_search_locations)))
         self._modules = modules
-        self._packages: list[ModuleType] = []  # modules that `install` made packages
-        self._raising_names: dict[tuple[str, str], Any] = {}  # by module and name
+        self._packages: list[ModuleType] = []  # modules that `install` turned into packages
+        self._raising_names: dict[tuple[str, str], Any] = {}  # values by module and name
 
     def install(self) -> None:
-        """Serve the names and modules that the tree lacks, from now on."""
+        """Serve the names and modules that the tree does not have, until `uninstall`."""
         for name, module in self._modules.items():
             if self._directory(name).is_dir() and not hasattr(module, "__path__"):
                 module.__path__ = []  # so that modules below it are searched
@@ -87,17 +88,26 @@ class Fallback:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Find the library's file of a module that the tree lacks; part of `sys.meta_path`."""
+        """Return the spec of the library's file of a module that the tree does not have.
+
+        Python calls this, as the object is in `sys.meta_path`.
+        """
         if not name.startswith(f"{self._library}.") or name in self._modules:
             return None
         return PathFinder.find_spec(name, [str(self._directory(name).parent)], target)
 
     def attribute(self, module: str, name: str) -> Any:
-        """Return a name that a module of the tree lacks: a module below it, or one of its file.
+        """Return the value of a name that a module of the tree does not have.
+
+        It is a module of the library below this one, or a value in the library's file.
+
+        Args:
+            module: path of the module below the library, "" for the library itself.
+            name: the name.
 
         Raises:
-            AttributeError: the library lacks it too.
-            FallbackError: the file cannot be executed over the tree.
+            AttributeError: the library does not have the name either.
+            FallbackError: the file cannot be executed with the modules of the tree.
         """
         path = f"{self._library}.{module}" if module else self._library
         if self.find_spec(f"{path}.{name}") is not None:
@@ -118,9 +128,12 @@ class Fallback:
         return vars(copy)[name]
 
     def _execute_copy(self, name: str) -> ModuleType | None:
-        """Execute the library's file of a module under another name, once.
+        """Execute the library's file of a module as a copy under another name, once.
 
-        None for the library's root, and for a module without a file.
+        Return the copy; None for the root of the library, and for a module without a file.
+
+        Raises:
+            FallbackError: the file raised an error.
         """
         copy_name = _COPY_PREFIX + name.replace(".", "_")
         if copy_name in sys.modules:
@@ -143,12 +156,12 @@ class Fallback:
                 + _REMEDY_BY_LIBRARY.get(self._library, "Name what it lacks in an issue."),
                 name=name,
             ) from error
-        # Its functions meet the tree's objects: one type for each name that both have.
+        # The functions of the copy get objects of the tree: both must use the same types.
         tree = vars(self._modules[name]) if name in self._modules else {}
         shared_names = set(tree.get("__all__", ())) & vars(module).keys() & tree.keys()
         vars(module).update({shared_name: tree[shared_name] for shared_name in shared_names})
         return module
 
     def _directory(self, name: str) -> Path:
-        """Return the directory of the modules below a module, which exists if it is a package."""
+        """Return the directory of the modules below a module; it exists if that is a package."""
         return self._root.joinpath(*name.split(".")[1:])

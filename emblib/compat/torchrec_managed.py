@@ -1,10 +1,10 @@
-"""TorchRec's managed collision modules over hash tables.
+"""TorchRec's managed collision modules, implemented by hash tables.
 
 In TorchRec a module maps the ids of a table to its rows before the lookup. It counts ids, and every
-`eviction_interval` batches new ids replace others. Here the tables themselves become hash tables
-of the same number of rows (`emblib.storage.Hash`), with the eviction of the policy. In training an
-id gets a row with an initial value at its first lookup. In evaluation an id that the table lacks
-reads zeros. The tables are sharded, planned and saved like other hash tables.
+`eviction_interval` batches new ids replace others. In emblib the tables themselves become hash
+tables of the same number of rows (`emblib.storage.Hash`), with the eviction of the policy. In
+training an id gets a row with an initial value at its first lookup. In evaluation an id without a
+row reads zeros. The tables are sharded, planned and saved like other hash tables.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from emblib.storage import Dense, Hash
 
 
 class LFU_EvictionPolicy:
-    """Evict the ids that were used least often.
+    """Policy that evicts the ids that were used least often.
 
     Raises:
-        ValueError: there is a `threshold_filtering_func`.
+        ValueError: `threshold_filtering_func` is not None.
     """
 
     eviction: ClassVar[Eviction] = Eviction.LFU
@@ -47,7 +47,11 @@ class LFU_EvictionPolicy:
 
 
 class LRU_EvictionPolicy(LFU_EvictionPolicy):
-    """Evict the ids that were not used for longest; `decay_exponent` is ignored."""
+    """Policy that evicts the ids whose last use is the oldest; `decay_exponent` is ignored.
+
+    Raises:
+        ValueError: `threshold_filtering_func` is not None.
+    """
 
     eviction = Eviction.LRU
 
@@ -56,10 +60,13 @@ class LRU_EvictionPolicy(LFU_EvictionPolicy):
 
 
 class DistanceLFU_EvictionPolicy(LFU_EvictionPolicy):
-    """Evict the ids that were used least often, and among these the ids not used for longest.
+    """Policy that evicts the ids that were used least often, and of these the oldest ones.
 
-    TorchRec's score is the number of uses divided by the batches since the last one, to the power
-    of `decay_exponent`; other exponents than 1 raise.
+    TorchRec's score is the number of uses divided by the batches since the last use, to the power
+    of `decay_exponent`.
+
+    Raises:
+        ValueError: `decay_exponent` is not 1, or `threshold_filtering_func` is not None.
     """
 
     eviction = Eviction.LRU_LFU
@@ -77,14 +84,18 @@ class MCHManagedCollisionModule(nn.Module):
     """Number of rows, eviction policy and hash function of one table, with TorchRec's arguments.
 
     Args:
-        zch_size: rows of the table.
-        device: value of the attribute `device`; tables are on the device of the collection.
-        eviction_policy: one of the policies of this module.
+        zch_size: number of rows of the table.
+        device: device that is only stored: the table is on the device of its collection.
+        eviction_policy: one of the policies of this file.
         eviction_interval: ignored: a full table evicts when a new id needs a row.
         input_hash_size: second argument of `input_hash_func`.
-        input_hash_func: function of ids and `input_hash_size`, applied to ids before the lookup.
+        input_hash_func: function of ids and `input_hash_size`, which returns the ids to look up;
+            None looks the ids up as they are.
         name: ignored.
-        buckets: ignored, except by `buckets()`: any number of ranks can shard a hash table.
+        buckets: number that is only stored: any number of ranks can shard a hash table.
+
+    Raises:
+        TypeError: `eviction_policy` is not a policy of this file.
     """
 
     def __init__(
@@ -122,13 +133,13 @@ class ManagedCollisionCollection(nn.Module):
     """Managed collision modules by table; a call applies their `input_hash_func`.
 
     Args:
-        managed_collision_modules: one module for each table, by its name.
+        managed_collision_modules: module of each table, by the name of the table.
         embedding_configs: configurations of the tables.
-        need_preprocess: whether a call applies hash functions; False returns the batch as it is.
+        need_preprocess: whether a call applies hash functions; if not, it returns the batch itself.
 
     Raises:
-        ValueError: a table has no module, a module has no table or another number of rows; or, in a
-            call, `input_hash_func` returns another number of ids.
+        ValueError: a table has no module, or a module has no table or another number of rows; or,
+            in a call, `input_hash_func` returns another number of ids.
     """
 
     def __init__(
@@ -164,10 +175,10 @@ class ManagedCollisionCollection(nn.Module):
         return self._configs
 
     def hashed_configs(self) -> list[Any]:
-        """Return the configurations as hash tables.
+        """Return the configurations with hash storage.
 
         Raises:
-            ValueError: a table has another storage than plain rows, or `init_fn`.
+            ValueError: a table has another storage than `Dense()`, or `init_fn`.
         """
         hashed_configs = []
         for config in self._configs:
@@ -221,13 +232,14 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
 
     Args:
         embedding_collection: collection whose configurations, device, optimizer and flag
-            (`need_indices` or `is_weighted`) are used; its weights are not.
-        managed_collision_collection: rows and eviction of each of its tables.
-        return_remapped_features: False: rows are found by the ids themselves.
-        allow_in_place_embed_weight_update: ignored: a row of an evicted id gets its initial value.
+            (`need_indices` or `is_weighted`) the new tables have; its weights are not used.
+        managed_collision_collection: number of rows and eviction of each of its tables.
+        return_remapped_features: flag that must be False: the tables find rows by the ids.
+        allow_in_place_embed_weight_update: ignored: the row of an evicted id gets the initial value
+            of the new one.
 
     Raises:
-        ValueError: the tables differ from the collection's, or remapped features are wanted.
+        ValueError: the two collections have other tables, or `return_remapped_features` is set.
     """
 
     _collection_class: ClassVar[Any] = EmbeddingCollection
@@ -259,12 +271,15 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
         return {"need_indices": collection.need_indices()}
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Any, None]:
-        """Return the result of the collection, and no remapped ids."""
+        """Return the result of the collection, and None for remapped ids."""
         return self._embedding_module(self._managed_collision_collection(features)), None
 
 
 class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddingCollection):
-    """An embedding bag collection whose tables take any ids; a call returns its result and None."""
+    """An embedding bag collection whose tables take any ids; a call returns its result and None.
+
+    Arguments and errors are those of `ManagedCollisionEmbeddingCollection`.
+    """
 
     _collection_class = EmbeddingBagCollection
 
@@ -284,9 +299,12 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddingCollection
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """Sharder of the collections in managed collision collections, with the arguments of another.
+    """Sharder of the collections inside managed collision embedding bag collections.
 
-    `mc_sharder` is ignored: keys are routed as those of every hash table are.
+    Args:
+        ebc_sharder: sharder whose arguments this one takes over; None is a default one.
+        mc_sharder: ignored: ids are routed as those of every hash table.
+        qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; None is that of `ebc_sharder`.
     """
 
     def __init__(
@@ -299,12 +317,16 @@ class ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharde
 
 
 class ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder):
-    """Sharder of the collections in managed collision collections, with the arguments of another.
+    """Sharder of the collections inside managed collision embedding collections.
 
-    `mc_sharder` is ignored: keys are routed as those of every hash table are.
+    Args:
+        ec_sharder: sharder whose arguments this one takes over; None is one with `fused_params`.
+        mc_sharder: ignored: ids are routed as those of every hash table.
+        fused_params: arguments of the optimizer; None is those of `ec_sharder`.
+        qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; None is that of `ec_sharder`.
 
     Raises:
-        ValueError: `ec_sharder` does not have the `fused_params`.
+        ValueError: `ec_sharder` has other `fused_params`.
     """
 
     def __init__(

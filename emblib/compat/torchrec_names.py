@@ -1,10 +1,11 @@
-"""TorchRec's modules and names, and emblib's counterpart of each: one table for imports and docs.
+"""Table of TorchRec's modules and names, for imports and for `docs/torchrec.md`.
 
-`MODULES` maps each module of TorchRec to its names; an entry `name=other` means that the name is
+`MODULES` has the names of each module of TorchRec. An entry `name=other` means that the name is
 `other` in `emblib.compat.torchrec`. A name works as in TorchRec, unless it is in `DIFFERS`, which
-tells the difference, or in `RAISES`. A name of `RAISES` serves annotations and `isinstance`; its
-use raises, and the message tells what to use instead. The import of other names raises.
-`docs/torchrec.md` shows the table; `tests/compat/test_torchrec_names.py` calls the names.
+states the difference, or in `RAISES`. Names of `RAISES` serve annotations and `isinstance`; any
+other use raises with advice. The import of a name that the table does not have raises.
+
+`python -m emblib.compat.torchrec_names docs/torchrec.md` writes the table to the page.
 """
 
 import sys
@@ -298,25 +299,30 @@ _BY_REASON = {
     "rows on disks or behind other tiers have a storage: docs/tiers.md": "KeyValueParams",
 }
 RAISES = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
-"""What to use instead of each name that raises, or why nothing of the name is here."""
+"""Advice for each name that raises: what to use instead, or why emblib does not have it."""
 
 RUN_TORCHREC_ITSELF = (
     "TorchRec itself, unmodified, runs over emblib's kernels: EMBLIB_AS_FBGEMM=1, or "
     "emblib.compat.fbgemm.install() before torchrec is imported (docs/torchrec.md)"
 )
-"""The end of error messages: how to use what emblib's names of TorchRec lack."""
+"""Advice at the end of error messages: how to use what emblib's names do not have."""
 
 
 def scoreboard() -> str:
-    """Return the table as Markdown, for `docs/torchrec.md`."""
+    """Return the table as Markdown: per module, names that work, differ and raise."""
     lines, counts = [], dict.fromkeys(("works", "differs", "raises"), 0)
     for path, text in MODULES.items():
-        entries = [(n, o or n) for n, _, o in (entry.partition("=") for entry in text.split())]
+        parts = (entry.partition("=") for entry in text.split())
+        entries = [(name, emblib_name or name) for name, _, emblib_name in parts]
         if not entries:
             continue
         names_by_kind: dict[str, list[str]] = {"works": [], "differs": [], "raises": []}
-        for name, other in entries:
-            kind = "raises" if other in RAISES else "differs" if other in DIFFERS else "works"
+        for name, emblib_name in entries:
+            kind = "works"
+            if emblib_name in RAISES:
+                kind = "raises"
+            elif emblib_name in DIFFERS:
+                kind = "differs"
             counts[kind] += 1
             names_by_kind[kind].append(name)
         lines += ["", f"#### `torchrec{'.' + path if path else ''}`", ""]
@@ -324,9 +330,9 @@ def scoreboard() -> str:
             lines.append(f"Works: {', '.join(f'`{name}`' for name in names_by_kind['works'])}.")
         rows: dict[tuple[str, str], list[str]] = {}
         for kind, texts in (("differs", DIFFERS), ("raises", RAISES)):
-            for name, other in entries:
+            for name, emblib_name in entries:
                 if name in names_by_kind[kind]:
-                    rows.setdefault((kind, texts[other]), []).append(f"`{name}`")
+                    rows.setdefault((kind, texts[emblib_name]), []).append(f"`{name}`")
         if rows:
             lines += [""] * bool(names_by_kind["works"])
             lines += ["| name | | how it differs, or what to use instead |", "| --- | --- | --- |"]
@@ -343,7 +349,7 @@ _SCOREBOARD_MARKS = ("<!-- scoreboard -->", "<!-- end of the scoreboard -->")
 
 
 def with_scoreboard(text: str) -> str:
-    """Return a page with the scoreboard between its marks; at the end if it has no marks."""
+    """Return a page with the scoreboard between its marks; without marks, at the end."""
     before, _, rest = text.partition(_SCOREBOARD_MARKS[0])
     after = rest.partition(_SCOREBOARD_MARKS[1])[2]
     return f"{before}{_SCOREBOARD_MARKS[0]}\n\n{scoreboard()}\n\n{_SCOREBOARD_MARKS[1]}{after}"

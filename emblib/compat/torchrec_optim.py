@@ -1,8 +1,8 @@
 """TorchRec's optimizers: keyed optimizers, and optimizers that backward runs.
 
 Keyed optimizers are those of `emblib.collections.optimizers`, with TorchRec's arguments. Classes
-such as `SGD` and `Adam` only name an optimizer of tables: `apply_optimizer_in_backward` takes the
-class. `RowWiseAdagrad` is one of these names, and also an optimizer of dense parameters.
+such as `SGD` and `Adam` only name an optimizer of tables, for `apply_optimizer_in_backward`; they
+cannot step. `RowWiseAdagrad` is such a name, too, and also an optimizer of dense parameters.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from emblib.compat.torchrec_types import Interface
 class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
     """Optimizer with a state dict by parameter name, with TorchRec's arguments.
 
-    All keyed optimizers of emblib are instances of it.
+    All keyed optimizers of emblib count as instances of it.
 
     Args:
-        params: the parameters by name.
-        state: the states, by parameter tensor.
+        params: parameters by name.
+        state: optimizer state of each parameter.
         param_groups: parameter groups, as in `torch.optim`.
 
     Raises:
-        ValueError: `state` has a key that is not among the parameters.
+        ValueError: `state` has a key that is none of the parameters.
     """
 
     emblib_classes = (optimizers.KeyedOptimizer,)
@@ -49,23 +49,24 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one sum of squared gradients per row, the mean over the row.
+    """Adagrad with one number per row: the sum of the mean squared gradients of the row.
 
-    An optimizer of `torch.optim` for dense parameters of two dimensions; for tables,
-    `apply_optimizer_in_backward(RowWiseAdagrad, ...)` fuses it. States and results are TorchRec's.
+    It is an optimizer of `torch.optim` for dense parameters of two dimensions. For tables,
+    `apply_optimizer_in_backward(RowWiseAdagrad, ...)` runs it in backward. States and results are
+    those of TorchRec.
 
     Args:
-        params: parameters or groups of them.
-        lr: the learning rate.
-        lr_decay: the rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
+        params: parameters or parameter groups.
+        lr: learning rate.
+        lr_decay: decay of the rate, which is `lr / (1 + (t - 1) * lr_decay)` in step t.
         weight_decay: factor of the parameter that is added to the gradient.
-        initial_accumulator_value: initial value of the sums of squared gradients.
-        eps: constant that is added to the root of the sum.
-        maximize: whether to maximize the loss, not to minimize it.
+        initial_accumulator_value: initial value of the sums.
+        eps: constant that is added to the root of a sum.
+        maximize: whether to maximize the loss instead of minimizing it.
 
     Raises:
         ValueError: a number is negative or NaN.
-        RuntimeError: a gradient is sparse, in `step`.
+        RuntimeError: in `step`, a gradient is sparse.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {**numbers, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with initial states; the constructor calls this for each of its groups."""
+        """Add a group of parameters, with initial states; the constructor calls this per group."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
@@ -116,7 +117,11 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _rowwise_step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Update a parameter and its state in place; `group` has the hyperparameters."""
+    """Update a parameter and its state in place; `group` has the hyperparameters.
+
+    Raises:
+        RuntimeError: the gradient is sparse; nothing is changed.
+    """
     grad = parameter.grad
     assert grad is not None
     if grad.is_sparse:
@@ -135,7 +140,12 @@ def _rowwise_step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, 
 
 
 class _FusedOptimizerName(torch.optim.Optimizer):
-    """Base of classes that name an optimizer of tables, for `apply_optimizer_in_backward`."""
+    """Base of classes that name an optimizer of tables, for `apply_optimizer_in_backward`.
+
+    Attributes:
+        fused_class: emblib's optimizer.
+        fused_defaults: arguments that it gets unless others are passed.
+    """
 
     fused_class: ClassVar[type[optim.Optimizer]]
     fused_defaults: ClassVar[dict[str, Any]] = {"lr": 0.01}
@@ -144,7 +154,7 @@ class _FusedOptimizerName(torch.optim.Optimizer):
         super().__init__(params, {**self.fused_defaults, **kwargs})
 
     def step(self, closure: Any = None) -> Any:
-        """Raise NotImplementedError: tables make the update in backward."""
+        """Raise NotImplementedError: backward updates the tables."""
         name = type(self).__name__
         raise NotImplementedError(
             f"{name} names an optimizer of tables, which backward runs: pass the class to "
@@ -153,7 +163,7 @@ class _FusedOptimizerName(torch.optim.Optimizer):
 
 
 def _make_naming_class(name: str, fused_class: type[optim.Optimizer]) -> type[_FusedOptimizerName]:
-    """Return a class with the name `name` of TorchRec that names `fused_class` of emblib."""
+    """Return a class with TorchRec's name `name` for the optimizer `fused_class` of emblib."""
     doc = f"Names `emblib.optim.{fused_class.__name__}`."
     members = {"fused_class": fused_class, "__doc__": doc, "__module__": __name__}
     return type(name, (_FusedOptimizerName,), members)
@@ -169,7 +179,7 @@ Adagrad = _make_naming_class("Adagrad", optim.Adagrad)
 
 
 class FusedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
-    """Base of optimizers that backward runs; `sharded.fused_optimizer` is an instance."""
+    """Interface of optimizers that backward runs, such as `sharded.fused_optimizer`."""
 
     emblib_classes = (optimizers.FusedOptimizer,)
 
@@ -193,16 +203,16 @@ class _HasFusedOptimizer(Protocol):
 
 
 class FusedOptimizerModule(metaclass=Interface):
-    """Objects with a `fused_optimizer`, such as sharded collections, are instances."""
+    """Interface of objects with a `fused_optimizer`, such as sharded collections."""
 
     emblib_classes = (_HasFusedOptimizer,)
 
 
 class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
-    """Clip as in `emblib.collections.optimizers`, with TorchRec's arguments.
+    """`emblib.collections.optimizers.GradientClippingOptimizer` with TorchRec's arguments.
 
-    `enable_global_grad_clip` and `param_to_pgs` are ignored: the norm is that of the model over all
-    ranks, and the tables know their ranks. Tables that backward updates raise; TorchRec skips them.
+    `enable_global_grad_clip` and `param_to_pgs` are ignored: the norm is always that of the model
+    over all ranks. Tables that backward updates raise ValueError; TorchRec skips them.
     """
 
     def __init__(
@@ -221,7 +231,7 @@ class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
 
 
 class WarmupOptimizer(optimizers.WarmupOptimizer):
-    """Warm up as in `emblib.collections.optimizers`, with TorchRec's default rate of 0.1."""
+    """`emblib.collections.optimizers.WarmupOptimizer` with TorchRec's default rate of 0.1."""
 
     def __init__(
         self,

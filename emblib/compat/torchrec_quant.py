@@ -1,4 +1,4 @@
-"""TorchRec's inference: quantised collections, over several devices of a process, and models."""
+"""TorchRec's inference: quantised collections, also over several devices; models for serving."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _BITS_PER_VALUE = {DataType.INT8: 8, DataType.INT4: 4}
 
 
 def _with_data_type(config: Any, data_type: DataType | torch.dtype) -> Any:
-    """Return a copy of `config` without optimizer, whose rows have `data_type`."""
+    """Return a copy of `config` without an optimizer, whose rows have `data_type`.
+
+    Raises:
+        ValueError: rows cannot have the type.
+    """
     row_type = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
     if row_type in _BITS_PER_VALUE:
         return replace(config, storage=Quantized(_BITS_PER_VALUE[row_type]), optimizer=None)
@@ -55,7 +59,7 @@ def _refuse(name: str, value: object, reason: str = _USE_STATE_DICT) -> None:
         raise ValueError(f"{name} must be left out: {reason}")
 
 
-_IGNORED_OPTIONS = (  # of FBGEMM's memory
+_IGNORED_OPTIONS = (  # options of FBGEMM's memory
     "register_tbes",
     "quant_state_dict_split_scale_bias",
     "row_alignment",
@@ -64,18 +68,19 @@ _IGNORED_OPTIONS = (  # of FBGEMM's memory
 
 
 def _supported_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a quantised collection that emblib's has."""
+    """Return the options without those that are ignored; ValueError for quantised weights."""
     unsupported = "table_name_to_quantized_weights"
     _refuse(unsupported, options.pop(unsupported, None))
     return {option: value for option, value in options.items() if option not in _IGNORED_OPTIONS}
 
 
 class _Quantised:
-    """Base of the quantised collections: constructed in eval mode, or by `from_float`."""
+    """Base of quantised collections, which are in eval mode from the start."""
 
     groups: Any
     eval: Any
-    _option_name: ClassVar[str]  # of the collection's own argument, and of the method that reads it
+    # Name of an argument that only one kind of collection has, and of the method that reads it.
+    _option_name: ClassVar[str]
 
     def _prepare_for_inference(self, output_dtype: torch.dtype) -> None:
         self.groups.set_output_dtype(output_dtype)
@@ -90,12 +95,14 @@ class _Quantised:
 
     @classmethod
     def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
-        """Return the quantised form of a collection that has a `qconfig`, on the same device.
+        """Return the quantised form of a collection, on the same device.
 
-        `use_precomputed_fake_quant` is ignored.
+        Args:
+            module: collection with an attribute `qconfig`, a `QuantConfig` or one of torch.
+            use_precomputed_fake_quant: ignored.
 
         Raises:
-            ValueError: a collection has no `qconfig`, or rows cannot have the dtype.
+            ValueError: the collection has no `qconfig`, or rows cannot have its dtype.
         """
         qconfig = getattr(module, "qconfig", None)
         if qconfig is None:
@@ -122,12 +129,12 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
     """A quantised `EmbeddingBagCollection` with TorchRec's arguments, for inference.
 
     Args:
-        tables: configurations of the tables; the data type is INT8, INT4, or a float type.
+        tables: configurations of the tables, of INT8, INT4 or a float type.
         is_weighted: whether batches have weights.
-        device: device of the tables.
+        device: device of the tables; None is torch's default device.
         output_dtype: dtype of the pooled output.
-        options: options of FBGEMM's memory, ignored; `table_name_to_quantized_weights` raises
-            ValueError.
+        options: options of FBGEMM's memory, which are ignored; `table_name_to_quantized_weights`
+            raises ValueError.
     """
 
     _option_name = "is_weighted"
@@ -147,7 +154,7 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
 class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollection):
     """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference.
 
-    With `need_indices` the weights of results are the ids. The other arguments are as in
+    With `need_indices` the results have the ids as weights. The other arguments are those of
     `QuantEmbeddingBagCollection`.
     """
 
@@ -176,7 +183,7 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
     """Return the number of the device of a table.
 
     Raises:
-        ValueError: a table is not on one device.
+        ValueError: the sharding is not TABLE_WISE on one device, or the device does not exist.
     """
     ranks = sorted(set(parameter.ranks or [0]))
     if parameter.sharding_type != ShardingType.TABLE_WISE.value or len(ranks) != 1:
@@ -191,16 +198,19 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
 
 
 class _ShardedOverDevices(Subscripted, nn.Module):
-    """Base of quantised collections over the devices of one process: whole tables on each.
+    """Base of quantised collections over the devices of one process, which have whole tables.
 
     A *part*, of `parts`, is an unsharded collection of the tables on one device.
 
     Args:
         module: the quantised collection.
-        table_name_to_parameter_sharding: the device of each table, as the rank of `table_wise`.
-        env: `ShardingEnv.from_local(world_size, rank)`.
-        fused_params: unsupported; anything but None or an empty mapping raises ValueError.
-        device: type of the devices, and device of the results; None is the device of `module`.
+        table_name_to_parameter_sharding: sharding of each table, `table_wise(device number)`.
+        env: result of `ShardingEnv.from_local(world_size, rank)`.
+        fused_params: argument that must be None or empty.
+        device: device of the results, whose type the other devices have; None is that of `module`.
+
+    Raises:
+        ValueError: a table is not on one device, or `fused_params` are passed.
     """
 
     is_leaf_of_traces: ClassVar[bool] = True
@@ -251,7 +261,7 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         raise NotImplementedError
 
     def _outputs(self, features: KeyedJaggedTensor) -> Iterator[tuple[str, Any]]:
-        """Yield names and results of all features, in the order of the configurations."""
+        """Yield name and result of each table and feature, in the order of the configurations."""
         batch = KeyedJaggedTensor.adopt(features)
         results = [iter(self._blocks(part, batch)) for part in self.parts]
         keys = [key for config in self.configs for key in config.feature_names]
@@ -261,16 +271,16 @@ class _ShardedOverDevices(Subscripted, nn.Module):
                 yield name, next(results[self._part_index_of_table[config.name]])
 
     def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
-        """Return the results of a part on `self.device`: one per table and feature of the table."""
+        """Return the results of a part, moved to `self.device`: one per table and feature of it."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
-        """The device of results."""
+        """Device of the results."""
         return self._device
 
     def tbes_configs(self) -> dict[nn.Module, Any]:
-        """Return the kernels, and the configurations of the tables in each."""
+        """Return the configurations of the tables in each module with kernels."""
         configs_by_module: dict[nn.Module, Any] = {}
         for part in self.parts:
             groups: Any = part.groups
@@ -324,7 +334,7 @@ class ShardedQuantEmbeddingCollection(_ShardedOverDevices):
         return QuantEmbeddingCollection(configs, device, need_indices, dtype)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return one vector per id by feature, as the unsharded collection does."""
+        """Return one vector per id, by feature, as the unsharded collection does."""
         return dict(self._outputs(features))
 
     def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
@@ -337,7 +347,12 @@ class ShardedQuantEmbeddingCollection(_ShardedOverDevices):
 
 
 class _QuantSharder(Subscripted):
-    """Base of sharders of quantised collections."""
+    """Base of sharders of quantised collections.
+
+    Args:
+        fused_params: argument that must be None or empty; otherwise ValueError is raised.
+        shardable_params: names of the tables for `shardable_parameters`; None is all.
+    """
 
     module_type: ClassVar[Any]
     _class_over_devices: ClassVar[Any]
@@ -351,7 +366,7 @@ class _QuantSharder(Subscripted):
         self.optimizer = self.comm_precision = None
 
     def shardable_parameters(self, module: Any) -> dict[str, Tensor]:
-        """Return the packed rows of the tables, by name."""
+        """Return the packed rows, uint8, of each quantised table that was selected, by name."""
         return {
             name: handle.views()["packed"]
             for name, handle in module.handles().items()
@@ -367,7 +382,18 @@ class _QuantSharder(Subscripted):
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Return the collection over the devices of a process, or over the ranks of a group."""
+        """Return the collection over the devices of a process, or over ranks, which all call this.
+
+        Args:
+            module: quantised collection.
+            params: sharding of each table.
+            env: environment with the devices or the ranks.
+            device: device of the results over devices of a process; ignored over ranks.
+            module_fqn: ignored.
+
+        Raises:
+            ValueError: the environment cannot have the sharding of a table.
+        """
         if env.is_local:
             over_devices: nn.Module = self._class_over_devices(module, params, env, None, device)
             return over_devices
@@ -376,11 +402,11 @@ class _QuantSharder(Subscripted):
         return over_ranks.eval()
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the sharding types: whole tables, and blocks of rows over processes."""
+        """Return the values of TABLE_WISE and ROW_WISE; the latter is for ranks only."""
         return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the kernel of quantised tables."""
+        """Return the value of the kernel of quantised tables."""
         return ["quant"]
 
 
@@ -401,14 +427,15 @@ class QuantEmbeddingCollectionSharder(_QuantSharder):
 
 
 def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) -> ShardingPlan:
-    """Return a plan of the quantised tables of a model: whole tables, balanced by their bytes.
+    """Return a plan of the quantised tables of a model over the devices of one process.
 
-    The largest table comes first, each on the device with the fewest bytes so far.
+    In the order of their sizes, the largest first, each table is placed on the device that has the
+    fewest bytes so far.
 
     Args:
         module: model with quantised collections.
         world_size: number of devices.
-        capacity: bytes for tables per device; None for no limit.
+        capacity: maximum bytes of tables per device; None for no limit.
 
     Raises:
         ValueError: a device would have more bytes than `capacity`.
@@ -458,7 +485,7 @@ def _quantised_collections(module: nn.Module) -> dict[str, Any]:
 
 # Models
 
-QUANTISED = {
+_QUANTISED_CLASSES = {
     emblib_collections.EmbeddingBagCollection: QuantEmbeddingBagCollection,
     emblib_collections.EmbeddingCollection: QuantEmbeddingCollection,
 }
@@ -473,19 +500,21 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Replace the collections of a model by quantised ones; return the model or new collection.
+    """Replace the collections of a model by quantised ones, and return the model.
+
+    If `module` is itself a collection, its quantised form is returned.
 
     Args:
         module: the model, or one collection.
         dtype: dtype of the stored rows.
-        inplace: whether to change `module`; else a copy.
-        additional_qconfig_spec_keys: further classes, which `additional_mapping` must have.
-        additional_mapping: further quantised classes, which have `from_float`, by class.
+        inplace: whether to change `module`; if not, a copy is changed.
+        additional_qconfig_spec_keys: further classes to quantise, keys of `additional_mapping`.
+        additional_mapping: quantised class, with a method `from_float`, of further classes.
         output_dtype: dtype of the output of lookups.
-        per_table_weight_dtype: dtypes of the rows of some tables, by name.
+        per_table_weight_dtype: dtype of the rows of some tables, by name, instead of `dtype`.
 
     Raises:
-        ValueError: rows cannot have the dtype, or `additional_mapping` lacks a class.
+        ValueError: rows cannot have a dtype, or `additional_mapping` does not have a class.
     """
     observer = torch.ao.quantization.PlaceholderObserver
     qconfig = QuantConfig(
@@ -493,7 +522,7 @@ def quantize_embeddings(
         observer.with_args(dtype=dtype),
         dict(per_table_weight_dtype or {}),
     )
-    mapping: dict[Any, Any] = {**QUANTISED, **(additional_mapping or {})}
+    mapping: dict[Any, Any] = {**_QUANTISED_CLASSES, **(additional_mapping or {})}
     unmapped = [key for key in additional_qconfig_spec_keys or () if key not in mapping]
     if unmapped:
         raise ValueError(
@@ -529,11 +558,19 @@ def quantize_inference_model(
     quantization_dtype: torch.dtype = torch.int8,
     output_dtype: torch.dtype = torch.float,
 ) -> nn.Module:
-    """Quantise the collections of a model in place, and return it.
+    """Quantise the collections of a model in place, and return the model.
+
+    Args:
+        model: the model, or one collection, whose quantised form is returned.
+        quantization_mapping: argument that must be None or empty.
+        per_table_weight_dtype: dtype of the rows of some tables, by name.
+        fp_weight_dtype: dtype that must be int8.
+        quantization_dtype: dtype of the rows of all other tables.
+        output_dtype: dtype of the output of lookups.
 
     Raises:
-        ValueError: a `quantization_mapping`, an `fp_weight_dtype` other than int8, or a dtype that
-            rows cannot have.
+        ValueError: `quantization_mapping` or another `fp_weight_dtype` is passed, or rows cannot
+            have a dtype.
     """
     _refuse("quantization_mapping", quantization_mapping, "quantize_embeddings takes one")
     _refuse(
@@ -554,24 +591,25 @@ class PredictFactory:
     """Base of factories of models for serving."""
 
     def create_predict_module(self) -> nn.Module:
-        """Return the model."""
+        """Return the model; a subclass must define this."""
         raise NotImplementedError(f"{type(self).__name__} must define create_predict_module")
 
     def batching_metadata(self) -> dict[str, Any]:
-        """Return how each input is batched."""
+        """Return how each input is batched; a subclass must define this."""
         raise NotImplementedError(f"{type(self).__name__} must define batching_metadata")
 
     def result_metadata(self) -> str:
-        """Return the type of the results."""
+        """Return the type of the results; a subclass must define this."""
         raise NotImplementedError(f"{type(self).__name__} must define result_metadata")
 
 
 class PredictModule(nn.Module):
-    """Base of models for serving: `predict_forward` runs on one device, without gradients.
+    """Base of models for serving, which run on one device in inference mode.
 
     Args:
-        module: the model.
-        device: device of the inputs; None takes it from the first call.
+        module: the model, which is put into eval mode.
+        device: device of the model; None is that of its first parameter or buffer, at the first
+            call.
     """
 
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
@@ -581,15 +619,15 @@ class PredictModule(nn.Module):
 
     @property
     def predict_module(self) -> nn.Module:
-        """The model."""
+        """The model that is served."""
         return self._module
 
     def predict_forward(self, batch: dict[str, Tensor]) -> Any:
-        """Return the prediction of a batch."""
+        """Return the prediction for a batch; a subclass must define this."""
         raise NotImplementedError(f"{type(self).__name__} must define predict_forward")
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Run `predict_forward` on the device of the model."""
+        """Run `predict_forward` in inference mode, with the model's GPU as the current one."""
         if self._device is None:
             tensors = (*self._module.parameters(), *self._module.buffers())
             self._device = next((t.device for t in tensors), torch.device("cpu"))

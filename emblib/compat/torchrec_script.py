@@ -1,10 +1,13 @@
-"""TorchRec's tracer, and collections in TorchScript.
+"""Collections in TorchScript, and TorchRec's tracer.
 
-TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` calls
-`__prepare_scriptable__` of each collection of `emblib.compat.torchrec`, and compiles the result in
-its place: `ScriptableBags` or `ScriptableVectors`, which look up in the same memory.
-`register_classes` registers classes with the attributes of emblib's jagged tensors, and functions
-that replace their static methods. Scripted code can then receive, create and return jagged tensors.
+TorchScript can compile neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` calls
+`__prepare_scriptable__` of each collection of `emblib.compat.torchrec`, and compiles the result
+instead: `ScriptableBags` or `ScriptableVectors`, which look up in the same memory.
+
+`register_classes` registers classes that TorchScript compiles instead of emblib's jagged tensors,
+and functions that it compiles instead of their static methods. Scripted code can then receive,
+create and return jagged tensors.
+
 A C++ program must load `libemblib_cpu.so` before it loads the model. Only one thread of a process
 may trace at a time.
 """
@@ -47,7 +50,7 @@ def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-# TorchScript infers the type of an attribute that is None from the return type of a function.
+# If an attribute is None at first, TorchScript takes its type from the return type of a function.
 def _no_list_yet() -> list[int] | None:
     return None
 
@@ -57,7 +60,7 @@ def _no_index_yet() -> dict[str, int] | None:
 
 
 class ScriptJaggedTensor:
-    """Compile as `JaggedTensor`, with its attributes."""
+    """Class that TorchScript compiles instead of `JaggedTensor`, with the same attributes."""
 
     def __init__(
         self,
@@ -94,7 +97,10 @@ class ScriptJaggedTensor:
 
 
 class ScriptKeyedJaggedTensor:
-    """Compile as `KeyedJaggedTensor` with one batch size, with its attributes."""
+    """Class that TorchScript compiles instead of `KeyedJaggedTensor`, with the same attributes.
+
+    All features must have the same batch size.
+    """
 
     def __init__(
         self,
@@ -134,13 +140,13 @@ class ScriptKeyedJaggedTensor:
         return self  # type: ignore[return-value]
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the bags per feature and rank; empty where all features have `stride()` bags."""
+        """Return the bags per feature and rank; empty if all features have `stride()` bags."""
         no_strides: list[list[int]] = []
         strides = self._stride_per_key_per_rank
         return no_strides if strides is None else strides
 
     def offset_per_key(self) -> list[int]:
-        """Return the index of each feature's first value, and the number of values."""
+        """Return the position of the first value of each feature, and the number of values."""
         offsets = self.offsets()  # type: ignore[misc]
         return [int(offsets[n * self._stride]) for n in range(len(self._keys) + 1)]
 
@@ -150,10 +156,10 @@ class ScriptKeyedJaggedTensor:
         return [offsets[n + 1] - offsets[n] for n in range(len(self._keys))]
 
     def split(self, segments: list[int]) -> List["KeyedJaggedTensor"]:  # noqa: UP006
-        """Return a batch per entry of `segments`: the number of consecutive features it has."""
+        """Return a batch for each entry of `segments`, the number of consecutive features in it."""
         lengths = self.lengths()  # type: ignore[misc]
         offsets, weights = self.offset_per_key(), self._weights
-        batches = [self]  # TorchScript knows no annotation for an empty list of this class
+        batches = [self]  # TorchScript cannot annotate an empty list of this class
         first_feature = 0
         for num_features in segments:
             end_feature = first_feature + num_features
@@ -193,7 +199,7 @@ class ScriptKeyedJaggedTensor:
 
 
 class ScriptKeyedTensor:
-    """Compile as `KeyedTensor`, with its attributes."""
+    """Class that TorchScript compiles instead of `KeyedTensor`, with the same attributes."""
 
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
         self._keys = keys
@@ -227,7 +233,7 @@ class ScriptKeyedTensor:
         return blocks
 
 
-# Functions that replace static methods in scripted code, with the same arguments
+# Functions that TorchScript compiles instead of static methods, with the same arguments
 
 
 def empty_bags(
@@ -311,7 +317,7 @@ def _regroup_as_dict(
     return grouped
 
 
-# Pairs: a static method or function, and the function that TorchScript compiles in its place.
+# Pairs: a static method or function, and the function that TorchScript compiles instead.
 _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
     (JaggedTensor.empty, empty_bags),
     (KeyedJaggedTensor.empty, empty_batch),
@@ -327,7 +333,7 @@ _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
 
 @cache
 def register_classes() -> None:
-    """Let TorchScript compile emblib's jagged tensors as the classes and functions above."""
+    """Make TorchScript compile the classes and functions above instead of emblib's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
         for replaced, script_class in (
@@ -348,13 +354,13 @@ def register_classes() -> None:
 
 
 class ScriptableTable(nn.Module):
-    """The lookup of a dense table in operators of PyTorch; it shares the table's parameter.
+    """Lookups in a dense table with operators of PyTorch; the module shares its parameter.
 
     If backward updates the table, lookups need `torch.no_grad()`.
 
     Args:
-        handle: handle of the table, from a collection's `handles()`.
-        pooled: whether `forward` returns the sums of bags, else a row per id.
+        handle: handle of the table, from `handles()` of a collection.
+        pooled: whether `forward` returns the sums of bags, not a row per id.
     """
 
     def __init__(self, handle: Any, *, pooled: bool) -> None:
@@ -365,8 +371,13 @@ class ScriptableTable(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums of bags `[bags, D]`, or a row per id `[L, D]`, float32.
 
-        `offsets` are `[bags + 1]`. `weights` `[L]` scale the rows of sums; None scales none. Raises
-        RuntimeError if gradients are enabled and backward updates the table.
+        Args:
+            indices: int32 or int64 `[L]`.
+            offsets: `[bags + 1]`.
+            weights: factors of the rows in sums, `[L]`; None for ones.
+
+        Raises:
+            RuntimeError: gradients are enabled, and backward updates the table.
         """
         if self.updates_in_backward and torch.is_grad_enabled():
             raise RuntimeError("backward updates the tables: TorchScript needs torch.no_grad()")
@@ -384,29 +395,31 @@ class ScriptableTable(nn.Module):
 
 
 class ScriptableBags(nn.Module):
-    """An embedding bag collection that TorchScript compiles.
+    """Module that TorchScript compiles instead of an embedding bag collection.
 
     It shares the memory of the collection. A *read* is the lookup of one feature in one table.
     Reads are numbered in the order of the configurations. A kernel does one or more reads in one
-    call, with their ids concatenated. The *kernel order* of reads is that of the kernels' outputs.
+    call, with their ids concatenated. The *kernel order* is the order in which the kernels, one
+    after another, return the outputs of reads.
 
     Attributes:
-        kernels: lookups, one per group of quantised tables or per read of a dense table.
-        features_of_kernels: features of the reads of each kernel.
+        kernels: modules that look up, one per group of quantised tables or per read of a dense
+            table.
+        features_of_kernels: feature of each read of each kernel.
         kernel_positions: position of each read in the kernel order.
-        dims: columns of each read.
-        dims_in_kernel_order: columns of each read, in the kernel order.
+        dims: number of columns of each read.
+        dims_in_kernel_order: the same in the kernel order.
         read_features: feature of each read.
         output_names: name of the output of each read: the feature, or `feature@table` if several
             tables read it.
-        is_mean_of_sum: whether MEAN must divide the output of a read, a sum, by the length of the
-            bag, in the kernel order.
-        is_pooled: whether outputs are pooled bags, else rows of ids.
-        is_weighted: whether batches must have weights, which scale the rows of sums.
+        is_mean_of_sum: whether the output of a read is a sum that must be divided by the length of
+            the bag, in the kernel order.
+        is_pooled: whether outputs are pooled bags, not rows of ids.
+        is_weighted: whether batches must have weights, the factors of rows in sums.
         need_indices: whether results have the ids as weights (`EmbeddingCollection`).
 
     Raises:
-        TypeError: a table is neither quantised nor plain, or has a row cache.
+        TypeError: a table is neither quantised nor dense, or it is cached.
     """
 
     _RETURNS_BAGS: ClassVar[bool] = True
@@ -462,7 +475,8 @@ class ScriptableBags(nn.Module):
     def look_up(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """Return the output of each read, `[B, D]`, or `[L, D]` without pooling.
 
-        Raises ValueError for several batch sizes, or without weights that the collection needs.
+        Raises:
+            ValueError: features have different batch sizes, or weights are missing.
         """
         if features.variable_stride_per_key():
             raise ValueError("batches must have one batch size for all features in TorchScript")
@@ -504,20 +518,23 @@ class ScriptableBags(nn.Module):
         return [blocks[position] for position in self.kernel_positions]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled rows of a batch, as the collection does for valid ids.
+        """Return the pooled rows of a batch, as the collection does.
 
-        An id that is no row of a dense table raises; the collection skips such ids.
+        An invalid id of a dense table raises; in the collection its `bounds_check` decides.
         """
         return KeyedTensor(self.output_names, self.dims, torch.cat(self.look_up(features), 1))
 
 
 class ScriptableVectors(ScriptableBags):
-    """An embedding collection that TorchScript compiles; otherwise as `ScriptableBags`."""
+    """Module that TorchScript compiles instead of an embedding collection, see `ScriptableBags`."""
 
     _RETURNS_BAGS = False
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
-        """Return the rows of each read's ids by output name, as the collection for valid ids."""
+        """Return the rows of the ids of each read, by output name, as the collection does.
+
+        Invalid ids have the effect that they have in `ScriptableBags.forward`.
+        """
         vectors: dict[str, JaggedTensor] = {}
         for index, block in enumerate(self.look_up(features)):
             bags = features[self.read_features[index]]
@@ -527,7 +544,7 @@ class ScriptableVectors(ScriptableBags):
 
 
 class ScriptableRegroup(nn.Module):
-    """`KTRegroupAsDict` in code that TorchScript compiles."""
+    """Module that TorchScript compiles instead of `KTRegroupAsDict`."""
 
     def __init__(self, groups: list[list[str]], keys: list[str], dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -537,7 +554,7 @@ class ScriptableRegroup(nn.Module):
         self.dtype: torch.dtype = torch.float32 if dtype is None else dtype
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the concatenated blocks of each group by its name."""
+        """Return the concatenated blocks of each group, by the name of the group."""
         vectors = _regroup_as_dict(keyed_tensors, self.groups, self.keys)
         if self.has_dtype:
             for key in self.keys:
@@ -549,10 +566,13 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
     """`emblib.KTRegroupAsDict` with TorchRec's arguments.
 
     Args:
-        groups: the keys of each group.
-        keys: the name of each group.
+        groups: keys of each group.
+        keys: name of each group.
         emb_dtype: data type of the results; None keeps that of the tensors.
-        multi_device: ignored; the results are on the device of the tensors of a call.
+        multi_device: ignored: the results are on the device of the tensors of a call.
+
+    Raises:
+        ValueError: `emb_dtype` is not a float type.
     """
 
     is_leaf_of_traces: ClassVar[bool] = True
@@ -568,7 +588,7 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
         self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the concatenated blocks of each group by its name."""
+        """Return the concatenated blocks of each group, by the name of the group."""
         vectors = super().forward(keyed_tensors)
         return {name: vectors[name].to(self._dtype) for name in vectors} if self._dtype else vectors
 
@@ -577,14 +597,18 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
 
 
 def scriptable(collection: Any) -> nn.Module:
-    """Return the form of a collection that TorchScript compiles; raises as `ScriptableBags`."""
+    """Return the module that TorchScript compiles instead of a collection.
+
+    Raises:
+        TypeError: a table is neither quantised nor dense, or it is cached.
+    """
     is_pooled = isinstance(collection, emblib_collections.EmbeddingBagCollection)
     return (ScriptableBags if is_pooled else ScriptableVectors)(collection)
 
 
 # Tracing
 
-_tracing = {"depth": 0}  # traces of `Tracer` that are running, in this process
+_tracing = {"depth": 0}  # number of running traces of `Tracer` in this process
 
 
 def is_fx_tracing() -> bool:
@@ -593,13 +617,13 @@ def is_fx_tracing() -> bool:
 
 
 class Tracer(torch.fx.Tracer):
-    """Tracer of `torch.fx` that records a collection as one call, also if quantised or sharded.
+    """Tracer of `torch.fx` that records a collection as one call, quantised and sharded ones, too.
 
-    As in `torch.fx`, modules that are recorded as calls are *leaves*. When a traced module returns
+    As in `torch.fx`, a module that is recorded as one call is a *leaf*. If a traced module returns
     an awaitable, the tracer waits for its result.
 
     Args:
-        leaf_modules: names of further classes whose modules are leaves; None has no others.
+        leaf_modules: names of further classes whose modules are leaves; None for no others.
     """
 
     def __init__(self, leaf_modules: list[str] | None = None) -> None:
@@ -626,7 +650,10 @@ class Tracer(torch.fx.Tracer):
     def trace(
         self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
     ) -> torch.fx.Graph:
-        """Return the graph of a module or a function; a wrapped model loses its wrapper."""
+        """Return the graph of a module or a function; of a wrapped model, that of the model inside.
+
+        `concrete_args` are arguments that are constants of the graph, by name.
+        """
         if getattr(root, "wraps_module", False):
             wrapper: Any = root
             root = wrapper.module
@@ -639,14 +666,14 @@ class Tracer(torch.fx.Tracer):
         return graph
 
     def create_arg(self, a: Any) -> Any:
-        """Return the argument of a node; wait for an awaitable, and return its result."""
+        """Return the argument of a node; for an awaitable, wait and return that of its result."""
         if isinstance(a, LazyAwaitable | ReadyAwaitable):
             return super().create_arg(a.wait())
         return super().create_arg(a)
 
 
 class _LeafParent(nn.Module):
-    """A root whose only child is a leaf, since `torch.fx` traces into a root that is a leaf."""
+    """Root with a leaf as its only child: `torch.fx` would trace into a root that is a leaf."""
 
     def __init__(self, leaf: nn.Module) -> None:
         super().__init__()
@@ -657,14 +684,14 @@ class _LeafParent(nn.Module):
 
 
 def _resolve_types(graph: torch.fx.Graph, root: Any) -> None:
-    """Evaluate types that are strings, as in code with `from __future__ import annotations`."""
+    """Evaluate types of nodes that are strings, because of `from __future__ import annotations`."""
     nodes = [n for n in graph.nodes if isinstance(n.type, str)]
     if not nodes:
         return
     function = root.forward if isinstance(root, nn.Module) else root
     try:
         types = typing.get_type_hints(function)
-    except NameError:  # names that exist for type checkers only
+    except NameError:  # of names that only type checkers import
         types = {}
     for node in nodes:
         node.type = types.get("return" if node.op == "output" else str(node.target))
@@ -677,7 +704,8 @@ def symbolic_trace(
 ) -> torch.fx.GraphModule:
     """Return the graph module of a model, with its collections as leaves (`Tracer`).
 
-    If the model is itself a collection, it becomes the child `whole` of the graph module.
+    If the model is itself a collection, it is the child `whole` of the graph module. Arguments are
+    those of `Tracer` and `Tracer.trace`.
     """
     tracer = Tracer(leaf_modules)
     if isinstance(root, nn.Module) and tracer.is_emblib_leaf(root):

@@ -1,8 +1,8 @@
-"""The module tree of `emblib.compat.torchrec`, and its installation as `torchrec`.
+"""The tree of modules of `emblib.compat.torchrec`, and its installation as `torchrec`.
 
-Modules are made from the table in `emblib.compat.torchrec_names`: `distributed.embeddingbag` is the
-module `emblib.compat.torchrec.distributed.embeddingbag`, and after `install()` also
-`torchrec.distributed.embeddingbag`.
+Modules are made from the table in `emblib.compat.torchrec_names`. Its entry
+`distributed.embeddingbag` becomes `emblib.compat.torchrec.distributed.embeddingbag`, and after
+`install()` also `torchrec.distributed.embeddingbag`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES, RUN_TORCHREC_ITSELF
 
-TREE = "emblib.compat.torchrec"  # name of the package that has the tree
-TORCHREC = "torchrec"  # name under which it is installed
+TREE = "emblib.compat.torchrec"  # package that has the tree
+TORCHREC = "torchrec"  # name under which the tree is installed
 
 
 class TreeModule(ModuleType):
-    """A module of TorchRec, with the names that the table has for it.
+    """A module of the tree, with the names that the table has for it.
 
-    It is a package for Python, so that an import of a name that it lacks reaches `MissingModules`.
+    It is a package for Python, so that an import of a name that it does not have reaches
+    `MissingModules`.
     """
 
-    fallback: Fallback | None  # set while a fallback is installed
+    fallback: Fallback | None  # only while a fallback is installed
 
     def __getattr__(self, name: str) -> Any:
-        """Return a name that the table lacks, from the fallback if it is installed.
+        """Return the value of a name that the table does not have, from the installed fallback.
 
-        Without a fallback, raise AttributeError.
+        Raises:
+            AttributeError: no fallback is installed, or it does not have the name either.
         """
         fallback = vars(self).get("fallback")
         if fallback is None or name.startswith("__"):
@@ -42,9 +44,10 @@ class TreeModule(ModuleType):
         return fallback.attribute(self.__name__.removeprefix(f"{TREE}."), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function in the module that has the name of the module.
+        """Call the function of the module that has the module's own name.
 
-        `torchrec.optim.apply_optimizer_in_backward` is both. Without one, raise TypeError.
+        `torchrec.optim.apply_optimizer_in_backward` is a module and a function. TypeError is raised
+        if there is no such function.
         """
         function = vars(self).get(self.__name__.rpartition(".")[2])
         if not callable(function):
@@ -53,7 +56,7 @@ class TreeModule(ModuleType):
 
 
 def implementation_names(module: str) -> dict[str, str]:
-    """Return the names of a module of TorchRec, and the name that implements each in emblib."""
+    """Return emblib's name of each name of a module of TorchRec, a key of `MODULES`."""
     entries = (entry.partition("=") for entry in MODULES[module].split())
     return {name: implementation or name for name, _, implementation in entries}
 
@@ -62,8 +65,11 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
     """Make the modules of the table below `package`, and register them with `sys.modules`.
 
     Args:
-        package: `emblib.compat.torchrec` itself, the module of TorchRec's root.
-        implementations: the implementations by name.
+        package: `emblib.compat.torchrec` itself, which stands for TorchRec's root.
+        implementations: implementations by emblib's names.
+
+    Returns:
+        the modules by their path below `package`, with "" for `package`.
 
     Raises:
         ImportError: the table has a name that is neither implemented nor raises.
@@ -102,15 +108,16 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
 
 
 class MissingModules:
-    """Finder of modules and names that the tree lacks: it raises and says what to do.
+    """Finder that raises, with advice, for modules and names that the tree does not have.
 
-    Python looks for a module where `from module import name` finds no such attribute, and ignores
-    a ModuleNotFoundError of that module; so the errors are named after the package.
+    If `from module import name` finds no such attribute, Python searches a module of this name, and
+    ignores a ModuleNotFoundError whose `name` is that module. The errors therefore have the name of
+    the package.
     """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Raise ModuleNotFoundError below the tree; leave all other modules to others."""
+        """Raise ModuleNotFoundError for a module of the tree; return None for all others."""
         for root in (TREE, TORCHREC):
             installed: Any = sys.modules.get(root)
             if name.startswith(f"{root}.") and getattr(installed, "is_of_emblib", False):
@@ -127,7 +134,11 @@ class MissingModules:
 
 
 class Installation:
-    """The tree under the name `torchrec`; leaving it as a context uninstalls it."""
+    """Installation of the tree under the name `torchrec`; at the end of a context it is undone.
+
+    Args:
+        modules: result of `make_modules`.
+    """
 
     def __init__(self, modules: Mapping[str, ModuleType]) -> None:
         self._modules = {
@@ -136,10 +147,11 @@ class Installation:
         self._fallback: Fallback | None = None
 
     def install(self, *, fallback: bool = False) -> Installation:
-        """Register the tree as `torchrec`; a second call changes nothing, except for `fallback`.
+        """Register the tree as `torchrec`; a second call does nothing, but may add the fallback.
 
         Args:
-            fallback: whether the installed TorchRec serves what the tree lacks.
+            fallback: whether the installed TorchRec serves the names and modules that the tree does
+                not have.
 
         Raises:
             ModuleNotFoundError: `fallback` is set, and TorchRec is not installed.
@@ -168,7 +180,7 @@ class Installation:
         return self
 
     def uninstall(self) -> None:
-        """Remove what `install` registered, and its fallback; otherwise do nothing."""
+        """Undo `install`, its fallback included; do nothing if nothing is installed."""
         if self._fallback is not None:
             self._fallback.uninstall()
             self._fallback = None
@@ -195,7 +207,7 @@ def status_of(name: str) -> str:
 
 
 def iterate_names() -> Iterator[tuple[str, str, str]]:
-    """Yield module, name, and the name that implements it, in the order of the table."""
+    """Yield module, TorchRec's name and emblib's name, in the order of the table."""
     for path in MODULES:
         for name, implementation in implementation_names(path).items():
             yield path, name, implementation

@@ -1,4 +1,4 @@
-"""TorchRec's small functions and classes: batches, records, state dicts."""
+"""TorchRec's smaller functions and classes: batches, enums, records, state dicts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from emblib.storage import Dense
 
 
 class Multistreamable(ABC):  # noqa: B024 abstract by `__subclasshook__`
-    """Objects whose memory `record_stream` keeps until the work of a stream is done.
+    """Interface of objects that may be used on several streams, by their `record_stream`.
 
-    A class that has all of these `methods` counts as a subclass.
+    A class that has all methods named in `methods` counts as a subclass.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("record_stream",)
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        """Decide `issubclass` and `isinstance` by the methods."""
+        """Return whether `other` has the methods, for `issubclass` and `isinstance`."""
         names = cls.__dict__.get("methods")
         if names is None:
             return NotImplemented
@@ -43,18 +43,18 @@ class Multistreamable(ABC):  # noqa: B024 abstract by `__subclasshook__`
 
 
 class Pipelineable(Multistreamable):
-    """Objects that pipelines copy to a device."""
+    """Interface of objects that pipelines copy to a device."""
 
     methods: ClassVar[tuple[str, ...]] = ("record_stream", "to")
 
     def to(self, device: torch.device, non_blocking: Any = False) -> Any:
-        """Copy to `device`."""
+        """Return a copy on `device`; with `non_blocking` the host does not wait for it."""
         raise NotImplementedError(f"{type(self).__name__} must define to")
 
 
 @dataclass
 class Batch(Pipelineable):
-    """Dense features, sparse features and labels of examples."""
+    """A batch of examples: dense features, sparse features and labels."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
@@ -65,7 +65,7 @@ class Batch(Pipelineable):
         return Batch(*map(change, parts))
 
     def to(self, device: torch.device, non_blocking: Any = False) -> Batch:
-        """Copy to `device`."""
+        """Return a copy on `device`; with `non_blocking` the host does not wait for it."""
         return self._map_parts(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: Any) -> None:
@@ -74,7 +74,7 @@ class Batch(Pipelineable):
             part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """Copy to page-locked memory."""
+        """Return a copy in page-locked memory."""
         return self._map_parts(lambda part: part.pin_memory())
 
 
@@ -90,7 +90,7 @@ class ComputeJTDictToKJT(nn.Module):
     """Module form of `KeyedJaggedTensor.from_jt_dict`."""
 
     def forward(self, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Return the features as one batch."""
+        """Return all features as one batch."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
@@ -102,7 +102,10 @@ def _are_close(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
-    """Return whether two jagged tensors have the same bags and weights, up to `torch.allclose`."""
+    """Return whether two jagged tensors have the same lengths, and close values and weights.
+
+    Close is meant as by `torch.allclose`, which waits for a GPU. Other types are not equal.
+    """
     if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
     return (
@@ -113,9 +116,10 @@ def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
 
 
 def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
-    """Return whether two batches have the same keys in the same order, bags and weights.
+    """Return whether two batches have the same keys in the same order, and equal bags.
 
-    Values and weights are compared by `torch.allclose`, which waits for a GPU.
+    Values, weights and lengths are compared by `torch.allclose`, which waits for a GPU. Other types
+    are not equal.
     """
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
@@ -137,9 +141,12 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
 
 
 def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJaggedTensor:
-    """Convert a mapping of `torch.nested` tensors, or a TensorDict, to a batch of its `keys`.
+    """Return features as a batch of emblib.
 
-    None takes all keys. A batch of TorchRec is converted, one of emblib returned unchanged.
+    Args:
+        features: mapping of `torch.nested` tensors, a TensorDict of them, or a batch of TorchRec or
+            emblib; the latter is returned unchanged.
+        keys: keys of the mapping or TensorDict to take; None is all.
     """
     if isinstance(features, Mapping) or hasattr(features, "batch_size"):
         names = list(features.keys() if keys is None else keys)
@@ -164,7 +171,7 @@ class OptimType(Enum):
 
 
 class ParameterStorage(Enum):
-    """Memory of tables: HBM of the GPU, or DDR of the host."""
+    """Memory of tables: HBM, that of the GPU, or DDR, that of the host."""
 
     HBM = "hbm"
     DDR = "ddr"
@@ -189,22 +196,25 @@ NullShardedModuleContext = NullShardingContext
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
-    """Return FBGEMM's name of the memory of a kernel's rows; DEVICE for those that set none.
+    """Return the location of the rows of a kernel; DEVICE if the kernel does not determine it.
 
     Raises:
-        ValueError: a kernel that emblib does not have.
+        ValueError: the kernel is not one that plans may have.
     """
     placement = STORAGES.get(checked_kernel(compute_kernel), Dense()).placement
     return EmbeddingLocation[placement.name]
 
 
 def sharder_name(t: Any) -> str:
-    """Return module and name of a class."""
+    """Return the module and the name of a class, `module.name`."""
     return f"{t.__module__}.{t.__name__}"
 
 
 def placement(compute_device: str, rank: int, local_size: int) -> str:
-    """Return rank and device of a shard as text, such as `rank:3/cuda:1` or `rank:3/cpu`."""
+    """Return the placement of a shard as text, e.g. `rank:3/cuda:1` or `rank:3/cpu`.
+
+    `local_size` is the number of ranks per host.
+    """
     device_suffix = "" if compute_device == "cpu" else f":{rank % local_size}"
     return f"rank:{rank}/{compute_device}{device_suffix}"
 
@@ -213,12 +223,12 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
 
 
 def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None:
-    """Copy the state dict `src` of a sharded model into the unsharded tensors of `dst`.
+    """Copy the state dict `src` of a sharded model into the whole tensors of `dst`, on all ranks.
 
-    All ranks call this together, and get all values.
+    All ranks must call this.
 
     Raises:
-        KeyError: `src` lacks an entry of `dst`.
+        KeyError: `src` does not have an entry of `dst`.
     """
     for key, target in dst.items():
         value = src[key]
@@ -229,7 +239,7 @@ def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None
 def state_dict_to_device(
     state_dict: Mapping[str, Any], pg: Any, device: torch.device
 ) -> dict[str, Any]:
-    """Return the entries on `device`; sharded tables stay sharded. `pg` is ignored."""
+    """Return the entries on `device`; sharded tables stay sharded, and `pg` is ignored."""
     return {key: value.to(device) for key, value in state_dict.items()}
 
 
@@ -237,9 +247,9 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `fused_params`, overridden by `param_fused_params`.
+    """Return the entries of `fused_params`, replaced by those of `param_fused_params`.
 
-    In the latter, `lr` is renamed to `learning_rate`. The arguments stay unchanged.
+    `lr` of the latter counts as `learning_rate`. The arguments are not changed.
     """
     table_params = dict(param_fused_params or {})
     if "lr" in table_params:
@@ -248,7 +258,7 @@ def merge_fused_params(
 
 
 def init_parameters(module: nn.Module, device: torch.device) -> None:
-    """Allocate the modules on `meta`, initialize them, and move the model to `device`."""
+    """Allocate and initialize the modules on `meta`, and move the model to `device`, in place."""
     materialise(module, torch.device(device))
     module.to(device)
 
