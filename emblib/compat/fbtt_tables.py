@@ -143,8 +143,8 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
         cores = self.stacked.as_list()
         return frozenset(k for k in range(len(self.cores)) if cores[k % len(cores)] is parameter)
 
-    def _check_in_place(self, weights: Any) -> None:
-        super()._check_in_place(self.stacked.as_list())
+    def _check_not_wrapped(self, weights: Any) -> None:
+        super()._check_not_wrapped(self.stacked.as_list())
 
 
 class StackedCachedTTBags(CachedTTEmbeddingBags):

@@ -506,7 +506,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         batch = batch._replace(hooks=update)
         # Backward leaves gradients on the weights, for an optimizer of torch.optim.
         if not self._updates_in_backward:
-            self._unstepped.check([self.weights])
+            self._unstepped_gradients.check([self.weights])
             return autograd.lookup(
                 self.weights, [self.weights], batch, self.optimizer, sample_weights, dtype
             )
@@ -517,7 +517,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     def _prepare_calls(self) -> KeyedCalls:
         """Make the shared arguments of calls from the module's current tensors and options."""
         if self._updates_in_backward:
-            self._check_in_place([self.weights])
+            self._check_not_wrapped([self.weights])
         insertion = training.InsertionArguments.from_state(
             self.state, self.features, self.feature_table
         )

@@ -7,7 +7,7 @@ of its consumers, so the hook of the anchor runs when every gradient of this bac
 makes one step with their sum.
 
 If a backward makes lookups itself, for a backward nested in it, these add their gradients to the
-joint step of the outer backward (`adding_to`).
+joint step of the outer backward (`with_steps_of`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class JointStep:
     def gradient_sum(self) -> GradientSum:
         """Return the sum to which a lookup adds its gradient.
 
-        It is this step or, within `adding_to`, the step of the outer backward.
+        It is this step or, within `with_steps_of`, the step of the outer backward.
         """
         task_id = _outer_task_id.get()
         return self if task_id is None else _OuterStep(self, task_id)
@@ -148,7 +148,7 @@ _R = TypeVar("_R")
 _outer_task_id: ContextVar[int | None] = ContextVar("outer_task_id", default=None)
 
 
-def adding_to(task_id: int, function: Callable[_P, _R]) -> Callable[_P, _R]:
+def with_steps_of(task_id: int, function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function whose lookups add their gradients to the joint steps of another backward.
 
     `task_id` is the graph task id of that backward, whose graph must contain the anchors of the

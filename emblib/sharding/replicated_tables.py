@@ -16,7 +16,7 @@ from emblib.grad_mode import in_grad_mode
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.joint_step import adding_to
+from emblib.ops.joint_step import with_steps_of
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.sharding.input_dist import IncomingBatch, LocalBatch, ScaledGradient
 from emblib.sharding.layout import CollectionLayout
@@ -144,7 +144,7 @@ class GradientSink(torch.autograd.Function):
 
         def look_up_and_update() -> None:
             task_id = torch._C._current_graph_task_id()
-            rows = autograd.for_update(adding_to(task_id, ctx.look_up))(weights)
+            rows = autograd.for_update(with_steps_of(task_id, ctx.look_up))(weights)
             if rows.requires_grad:  # rows of frozen tables need no update
                 mark_nested(rows)
                 rows.backward(grad.reshape(rows.shape).to(rows.dtype))

@@ -120,7 +120,7 @@ class FusedTables(nn.Module):
             )
         self._lock = ModuleLock()  # for changes of more than the weights of the rows of a lookup
         self.optimizer = NO_UPDATE if optimizer is None else optimizer
-        self._unstepped = parameters.UnsteppedGradients(watch=optimizer is None)
+        self._unstepped_gradients = parameters.UnsteppedGradients(watch=optimizer is None)
         if not isinstance(self.optimizer, Optimizer):
             choices = ", ".join(cls.__name__ for cls in (*FUSED.values(), External))
             raise TypeError(
@@ -244,8 +244,11 @@ class FusedTables(nn.Module):
                 marked.__class__ = parameters.DeferredParameter
             marked._in_backward_optimizers = [self.optimizer]
 
-    def _check_in_place(self, weights: Iterable[Any]) -> None:
-        """Raise RuntimeError where a wrapper has replaced or replicated the memory of tables."""
+    def _check_not_wrapped(self, weights: Iterable[Any]) -> None:
+        """Raise RuntimeError if a wrapper of torch has replaced or replicated the tables.
+
+        `weights` are the parameters that lookups read.
+        """
         parameters.check_not_replicated(self.features)
         if parameters.has_replaced(weights):
             raise RuntimeError(

@@ -150,7 +150,10 @@ def checkpointed_forward(*, training: bool = True) -> CheckpointedForward | None
 
 
 def is_first_training_forward(*, training: bool) -> bool:
-    """Return whether the running forward trains, and is not repeated by backward."""
+    """Return whether the running forward trains, and is no repetition of an earlier one.
+
+    `training` is as in `checkpointed_forward`.
+    """
     running = checkpointed_forward(training=training)
     if running is None:
         return torch.is_grad_enabled()

@@ -127,9 +127,9 @@ class LookupBoundsCheck:
 
     def begin(self) -> BatchCheck:
         """Return the check of the next op; it counts nothing if checkpointing repeats a forward."""
-        return self.uncounted() if is_recomputation() else self.check
+        return self.check_without_counting() if is_recomputation() else self.check
 
-    def uncounted(self) -> BatchCheck:
+    def check_without_counting(self) -> BatchCheck:
         """Return the check without counting."""
         return self.check._replace(mode=_IGNORE) if self.counts_violations else self.check
 
@@ -404,7 +404,7 @@ class CachedCalls(ShortCalls):
         On the CPU this method already raises RuntimeError for invalid input in mode FATAL, and for
         offsets that would skip ids or a bag in mode WARNING.
         """
-        check = self._check.uncounted()
+        check = self._check.check_without_counting()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
         if self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, check):
             return

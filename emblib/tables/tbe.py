@@ -312,7 +312,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Raise RuntimeError for weights that a wrapper has replaced or replicated."""
         weights = self._parameters.get("weights")  # none in a collection
         if weights is not None:
-            self._check_in_place([weights])
+            self._check_not_wrapped([weights])
         elif "weights" not in self._buffers:  # computed by a parametrization
             if self.parameter_class is IncompleteParameter:
                 parameters.refuse_incomplete()
@@ -414,7 +414,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
         trained, offsets = self._gradient_parameters()
-        self._unstepped.check(trained)
+        self._unstepped_gradients.check(trained)
         if self.optimizer.leaves_gradient is Gradient.SPARSE:
             parameters.check_dense_gradients(trained)
         return autograd.lookup(

@@ -403,11 +403,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             return tt.lookup([core.detach() for core in cores], batch, per_sample_weights)
         rule = autograd.UpdateRule.from_optimizer(self.optimizer)
         if not autograd.updates_in_backward(self.optimizer):
-            self._unstepped.check(cores)
+            self._unstepped_gradients.check(cores)
             return tt.DenseTTLookup.apply(
                 batch, per_sample_weights, rule, self.shared_gradients, *cores
             )
-        self._check_in_place(cores)
+        self._check_not_wrapped(cores)
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             cores,
@@ -423,7 +423,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _prepare_calls(self, cores: list[Any]) -> ShortTTCalls:
         """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
-            self._check_in_place(cores)
+            self._check_not_wrapped(cores)
         self._calls = ShortTTCalls(self, cores)
         return self._calls
 
