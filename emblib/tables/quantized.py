@@ -279,6 +279,8 @@ class QuantizedEmbeddingBags(nn.Module):
             rows: rows of each table; ValueError for another number of tables.
             device: device of the result; None uses the device of these tables.
         """
+        if len(rows) != len(self.tables):
+            raise ValueError(f"rows must be one number per table, {len(self.tables)}, got {rows}")
         specs = [
             TableSpec(count, spec.dim, spec.name)
             for count, spec in zip(rows, self.tables, strict=True)

@@ -331,6 +331,8 @@ def test_wrong_use_is_refused() -> None:
         QuantizedEmbeddingBags(TABLES, feature_tables=[2])
     with pytest.raises(TypeError, match="must be a TableSpec"):
         QuantizedEmbeddingBags([3])
+    with pytest.raises(ValueError, match="rows must be one number per table, 2, got"):
+        made.with_rows([1])
     with pytest.raises(ValueError, match="weights must be real"):
         made.write_rows(0, torch.zeros(50, 12, dtype=torch.complex64))
 
