@@ -172,6 +172,7 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: no tensor has one of the keys.
+            TypeError: a group is one string.
             ValueError: several tensors have a key of a group, there are no tensors, or they differ
                 in `key_dim`.
         """
@@ -185,6 +186,7 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: no tensor has one of the keys.
+            TypeError: `keys` or a group is one string.
             ValueError: see `regroup`; or there is not one name per group, or several groups have
                 one name.
         """
@@ -304,6 +306,9 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
             repeated_keys.update(filter(block_of_key.__contains__, keys))
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
             block_of_key.update(zip(keys, blocks, strict=True))
+    for group in groups:
+        if isinstance(group, str):
+            raise TypeError(f"a group must be a list of keys, got {group!r}: write [{group!r}]")
     try:
         grouped_blocks = [[block_of_key[key] for key in group] for group in groups]
     except KeyError as error:

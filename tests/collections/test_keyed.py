@@ -137,6 +137,12 @@ def test_hooks_of_state_dicts_are_called_once_as_in_torch(kind: str) -> None:
     assert len(calls) == 4, "copies have no hooks"
 
 
+def test_one_string_is_no_list_of_sparse_parameters() -> None:
+    optimizer = KeyedOptimizerWrapper({"w": nn.Parameter(torch.ones(2))}, torch.optim.Adagrad)
+    with pytest.raises(TypeError, match=r"must be names, got 'w': \['w'\]"):
+        optimizer.init_state("w")
+
+
 def test_combined_refuses_equal_names() -> None:
     parts = [
         KeyedOptimizerWrapper(dict(nn.Linear(1, 1).named_parameters()), torch.optim.Adam)

@@ -267,3 +267,5 @@ def test_one_string_is_no_list_of_keys() -> None:
     ):
         with pytest.raises(TypeError, match="keys must be a list of names"):
             call()
+    with pytest.raises(TypeError, match=r"a group must be a list of keys, got 'ab': write"):
+        KeyedTensor.regroup([blocks], ["ab"])

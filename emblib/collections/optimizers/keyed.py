@@ -175,7 +175,13 @@ class KeyedOptimizer(TorchOptimizer):
         They replace the present gradients, and are not removed after the step; weight decay and
         momentum change parameters. The parameters `sparse_grad_parameter_names` get sparse
         gradients. Parameters that are frozen, or that backward updates, get none.
+
+        Raises:
+            TypeError: `sparse_grad_parameter_names` is one string.
         """
+        if isinstance(sparse_grad_parameter_names, str):
+            name = sparse_grad_parameter_names
+            raise TypeError(f"sparse_grad_parameter_names must be names, got {name!r}: [{name!r}]")
         sparse = set(sparse_grad_parameter_names or ())
         for name, parameter in self.params.items():
             if parameter.requires_grad and not is_updated_in_backward(parameter):
