@@ -139,12 +139,14 @@ class JaggedTensor(metaclass=TracedClass):
         Raises:
             ValueError: there are no bags, or those of `weights` and `values` differ in length.
         """
+        values = list(values)  # an iterator is read once
         all_values, lengths = concatenate_bags(values)
         if weights is None:
             return JaggedTensor(all_values, None, lengths)
+        weights = list(weights)
         if [bag.size(0) for bag in weights] != [bag.size(0) for bag in values]:
             raise ValueError("weights must have the lengths of the values, bag by bag")
-        return JaggedTensor(all_values, torch.cat(list(weights)), lengths)
+        return JaggedTensor(all_values, torch.cat(weights), lengths)
 
     @staticmethod
     def from_dense_lengths(
@@ -397,7 +399,7 @@ def drop_first(tensor: Tensor, count: int) -> Tensor:
     return tensor[count:] if count else tensor
 
 
-def concatenate_bags(bags: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def concatenate_bags(bags: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the bags concatenated, and their lengths, int32.
 
     The bags must have the same shape apart from dimension 0.
@@ -407,7 +409,7 @@ def concatenate_bags(bags: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     if not bags:
         raise ValueError("a list of bags must not be empty: use JaggedTensor.empty()")
-    values = torch.cat(list(bags))
+    values = torch.cat(bags)
     lengths = [bag.size(0) for bag in bags]
     return values, torch.tensor(lengths, dtype=torch.int32, device=values.device)
 

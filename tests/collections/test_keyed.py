@@ -137,6 +137,13 @@ def test_hooks_of_state_dicts_are_called_once_as_in_torch(kind: str) -> None:
     assert len(calls) == 4, "copies have no hooks"
 
 
+def test_stages_of_an_iterator_are_used() -> None:
+    layer = {"w": nn.Parameter(torch.ones(2))}
+    inner = KeyedOptimizerWrapper(layer, partial(torch.optim.SGD, lr=1.0))
+    stages: Any = iter([WarmupStage("constant", 2, 0.5)])
+    assert WarmupOptimizer(inner, stages).param_groups[0]["lr"] == 0.5
+
+
 def test_one_string_is_no_list_of_sparse_parameters() -> None:
     optimizer = KeyedOptimizerWrapper({"w": nn.Parameter(torch.ones(2))}, torch.optim.Adagrad)
     with pytest.raises(TypeError, match=r"must be names, got 'w': \['w'\]"):

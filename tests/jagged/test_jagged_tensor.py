@@ -38,6 +38,7 @@ def test_lists_of_rows() -> None:
     assert weights is not None
     assert weights[0].tolist() == [10, 20]
     assert JaggedTensor.from_dense(rows).to_dense_weights() is None
+    assert JaggedTensor.from_dense(iter(rows)).lengths().tolist() == [2, 0, 1]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must not be empty"):
         JaggedTensor.from_dense([])
     with pytest.raises(ValueError, match="the lengths of the values, bag by bag"):

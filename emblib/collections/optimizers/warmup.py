@@ -151,6 +151,7 @@ class WarmupOptimizer(OptimizerWrapper):
         lr_param: str = "lr",
     ) -> None:
         super().__init__(optimizer)
+        stages = list(stages)  # an iterator is read once
         last_steps = [stage.max_iters for stage in stages]
         if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
             raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {last_steps}")
