@@ -313,9 +313,10 @@ class InputDist(LayoutBuffers):
         return summed_units, sum(len(node.units) for node in sums.nodes)
 
     def _segment_order(self, num_before: int) -> list[int]:
-        """Return the order of units, for each unit of ranks, of segments that lie rank by rank.
+        """Return the numbers of the received segments, sorted by unit, then by sending rank.
 
-        The segments of each rank follow `num_before` other segments of that rank.
+        The segments arrive rank by rank: first `num_before` other segments of the rank, then one
+        per unit.
         """
         num_ranks, num_units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
         step = num_units + num_before
@@ -327,7 +328,7 @@ class InputDist(LayoutBuffers):
         return len(_Header) + len(self._features_of_ranks[self._ranks.rank])
 
     def sort_by_destination(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Sort the ids, lengths, weights and counts of a batch by rank, then by unit.
+        """Sort the ids, lengths, weights and use counts of a batch by rank, then by unit.
 
         Weights keep their gradient. Ids of uint64, which are keys of hash tables, are sent as int64
         with the same bits.
@@ -343,7 +344,7 @@ class InputDist(LayoutBuffers):
         return batch._replace(use_counts=self._counts_to_send(sent_inputs, batch))
 
     def _counts_to_send(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
-        """Return the counts of uses in the order of sending."""
+        """Return the use counts in the order of sending; None without any."""
         if inputs.use_counts is None:
             return None
         if batch.positions is not None:
@@ -429,7 +430,7 @@ class InputDist(LayoutBuffers):
         return by_feature.index_select(0, self.unit_features).view(-1)
 
     def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Sort ids by the block of rows that contains their row."""
+        """Sort ids by the units that store the block of rows with their row."""
         unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
         row_numbers, skips_sums = None, False
         first_bags = inputs.first_bags(range(len(inputs.bag_counts)))

@@ -204,33 +204,35 @@ class SequenceTables(ShardedTables):
         return torch.cat([unit_rows[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
-        """Return the order of sending vectors, and the positions of received ones in the output."""
+        """Return the route of the vectors of a batch."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         num_units = len(self._local_layout.units)
-        counts = received.ids_per_segment[:, :num_units]
+        num_slices = received.ids_per_segment[:, :num_units]  # by sending rank and unit
         replica_counts = received.ids_per_segment[:, num_units:]
-        output_slices = self._input_dist.positions(received)
+        positions = self._input_dist.positions(received)
         if self._has_equal_widths and self.dim == self.vector_format.width:
             # Every vector is one slice.
-            num_sent = received.num_ids
+            num_sent, output_slices = received.num_ids, positions
             num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
-            counts = counts * counts.new_tensor(self._slices_per_unit)
-            num_sent = counts.sum(1).tolist()
-            output_slices, num_received = self._slices_of(output_slices, received)
+            num_slices = num_slices * num_slices.new_tensor(self._slices_per_unit)
+            num_sent = num_slices.sum(1).tolist()
+            output_slices, num_received = self._output_slices(positions, received)
         return _SequenceRoute(
-            send_order=_transposed(counts.t(), sum(num_sent)),
+            send_order=_transposed_order(num_slices.t(), sum(num_sent)),
             output_slices=output_slices,
             replica_positions=self._replica_positions(received),
-            replica_order=_transposed(replica_counts, received.num_replicated_ids),
+            replica_order=_transposed_order(replica_counts, received.num_replicated_ids),
             num_sent_slices=num_sent,
             num_received_slices=num_received,
             num_replica_rows=replica_counts.sum(1).tolist(),
             num_ids=inputs.ids.numel(),
         )
 
-    def _slices_of(self, positions: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
+    def _output_slices(
+        self, positions: Tensor, received: IncomingBatch
+    ) -> tuple[Tensor, list[int]]:
         """Return the output slices of the ids sent, in the order of sending, and their counts.
 
         If a unit has slices `first` to `first + count` of its vectors, its k-th slice for the id at
@@ -270,7 +272,7 @@ class SequenceTables(ShardedTables):
         return self.replicated.select_entries(inputs, all_positions)
 
 
-def _transposed(counts: Tensor, total: int) -> Tensor:
+def _transposed_order(counts: Tensor, total: int) -> Tensor:
     """Return the order, int64 `[total]`, that transposes segments of rows.
 
     The rows lie in segments (0, 0), (0, 1), ...; segment (a, b) has `counts[a, b]` rows, `total` in
