@@ -68,8 +68,8 @@ class LogFollower:
 
     Raises:
         KeyError: the model lacks one of `tables`.
-        TypeError: the model is sharded, a source is not a sink, the step is not an int, or `tables`
-            is one string.
+        TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
+            is not an int, or `tables` is one string.
         ValueError: a table was pruned or is on disk, two tables have one name, there is no sink, or
             the step is below 0.
 

@@ -66,7 +66,7 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
     """Return the tables of a model by name.
 
     Raises:
-        TypeError: the model is sharded.
+        TypeError: the model is sharded, or has no tables that rows can describe.
         ValueError: two tables have one name, a table was pruned, or a float table is on disk.
     """
     model_tables = find_tables(model)
@@ -81,6 +81,11 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
         if isinstance(module, InferenceEmbeddingBags):
             for t, name in enumerate(module.rows.table_names):
                 tables.append((name, _serve_indexed(module, t, name)))
+    if not tables:
+        raise TypeError(
+            f"{type(model).__name__} has no tables that a follower can serve: pass the model with "
+            "the tables, e.g. for_inference(...) of them; tensor trains cannot be followed"
+        )
     names = [name for name, _ in tables]
     if repeated_names := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(

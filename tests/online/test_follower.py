@@ -298,6 +298,8 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
     quantised = emblib.QuantizedEmbeddingBags.from_float({"item": torch.zeros(30, 4)})
     with pytest.raises(KeyError, match="no tables"):
         LogFollower(quantised, sink, tables=["user"])
+    with pytest.raises(TypeError, match="Linear has no tables that a follower can serve"):
+        LogFollower(torch.nn.Linear(1, 1), sink)
     with pytest.raises(TypeError, match=r"pass \['item'\]"):
         LogFollower(quantised, sink, tables="item")
     with pytest.raises(ValueError, match="was pruned"):

@@ -325,19 +325,19 @@ class PrefetchedRows:
         remaining = torch.arange(
             keys.numel(), device="cpu"
         )  # positions whose keys are in no block so far
-        found_in_turn = []
+        found_blocks = []
         for rows in blocks:
             found = match_keys(keys[remaining], rows)
-            found_in_turn.append(FoundRows(remaining[found.positions], found.rows))
+            found_blocks.append(FoundRows(remaining[found.positions], found.rows))
             is_remaining = torch.ones_like(remaining, dtype=torch.bool)
             is_remaining[found.positions] = False
             remaining = remaining[is_remaining]
         found = self.wrapped_store.read(table, keys[remaining])
-        found_in_turn.append(FoundRows(remaining[found.positions], found.rows))
+        found_blocks.append(FoundRows(remaining[found.positions], found.rows))
         rows = StoredRows.concatenate(
-            (found.rows for found in found_in_turn), self._row_bytes[table]
+            (found.rows for found in found_blocks), self._row_bytes[table]
         )
-        return FoundRows(torch.cat([found.positions for found in found_in_turn]), rows)
+        return FoundRows(torch.cat([found.positions for found in found_blocks]), rows)
 
     @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
