@@ -3,6 +3,7 @@
 `module` has `DynamicEmbeddingBags`, which looks rows up and trains them; `hash_index` maps keys to
 slots, `rows` lays out the rows, and `training` inserts the keys of a batch. `saving` has
 checkpoints, `tiers` the stores behind the tables, and `hash_table` one table for direct use.
+`handles` has one object per table for everything but lookups, wherever its shards are.
 `statistics` counts what insertions do, `shrinking` makes a table smaller, and `budget` divides one
 number of bytes among many tables.
 `cached_tt` has tensor trains whose most used rows are found by such a table.

@@ -87,8 +87,8 @@ class Entries:
             times to live also `last_uses`, int64 `[N, levels - 1]`. They may be on another device.
 
     Raises:
-        ValueError: lengths or dtypes differ.
-        TypeError: the keys have another dtype.
+        ValueError: stamps or scores are not int64, one per key, or rows are not one per key.
+        TypeError: the keys are not int64, uint64 or int32.
     """
 
     keys: Tensor
@@ -212,7 +212,7 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
 
 
 def best_first(entries: Entries, order: str) -> Tensor:
-    """Return the permutation, int64 `[N]`, from the last entry to be evicted to the first.
+    """Return the permutation, int64 `[N]`, from the entry evicted last to the entry evicted first.
 
     `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned; none sorts like lru.
     Raises ValueError if the order needs scores and the entries have none.

@@ -452,11 +452,9 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    dumped_table, hyper = (
-        dump.tables[name],
-        torch.tensor(dump.numbers, dtype=torch.float64, device="cpu"),
-    )
-    check_hyperparameters(state, hyper)
+    dumped_table = dump.tables[name]
+    hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64, device="cpu")
+    check_hyperparameters(state, hyperparameters)
     hash_keys = dump.other_tensors.get(INDEX_HASH_KEYS)
     if hash_keys is not None and len(dump.tables) > 1:
         table_index = list(dump.tables).index(name)
@@ -472,17 +470,19 @@ def read_table(
     else:
         tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
         fallback_rows = {state.table_names[table]: rows}
-        changes = ChangeSet(dump.since, dump.clock, tables, hyper, hash_keys, fallback_rows)
+        changes = ChangeSet(
+            dump.since, dump.clock, tables, hyperparameters, hash_keys, fallback_rows
+        )
         check_changes(state, changes)
     return TableDump(
-        Path(directory),
-        dumped_table.entries,
-        changes,
-        dump.clock,
-        hyper,
-        hash_key,
-        other_tensors,
-        rows,
+        directory=Path(directory),
+        entries=dumped_table.entries,
+        changes=changes,
+        clock=dump.clock,
+        hyperparameters=hyperparameters,
+        hash_key=hash_key,
+        other_tensors=other_tensors,
+        fallback_rows=rows,
     )
 
 
