@@ -147,15 +147,15 @@ class SavedTable:
     Args:
         collection: the sharded collection.
         name: name of the table.
-        local: shards of the table on this rank.
+        local_shards: shards of the table on this rank.
 
     Attributes:
-        local: shards on this rank by their number in `shards`; a replica has number 0.
+        local_shards: shards on this rank by their number in `shards`; a replica has number 0.
         is_fused: whether backward updates the table, so that its optimizer states are saved.
     """
 
     def __init__(
-        self, collection: ShardedCollection, name: str, local: Sequence[StoredShard]
+        self, collection: ShardedCollection, name: str, local_shards: Sequence[StoredShard]
     ) -> None:
         self.ranks, self.name = collection.ranks, name
         self.config, self.sharding = collection.storage_config(name), collection.plan[name]
@@ -165,9 +165,9 @@ class SavedTable:
         self.is_fused = autograd.is_fused(self.optimizer)
         self.storage: Storage = self.config.storage
         self._layouts = self._layouts_of_views()
-        self.local = {
+        self.local_shards = {
             self.shards.index(local_shard.shard) if self.shards else 0: local_shard
-            for local_shard in local
+            for local_shard in local_shards
         }
 
     @property
@@ -179,7 +179,7 @@ class SavedTable:
         """Return the modules whose backward updates the local shards."""
         return [
             module
-            for shard in self.local.values()
+            for shard in self.local_shards.values()
             for module in shard.groups.handles[shard.index].fused_modules()
         ]
 
@@ -190,7 +190,7 @@ class SavedTable:
         """
         return {
             f"{self.name}#{number}.{key}" if number else f"{self.name}.{key}": parameter
-            for number, shard in enumerate(self.local.values())
+            for number, shard in enumerate(self.local_shards.values())
             for key, parameter in shard.groups.handles[shard.index].fused_parameters().items()
         }
 
@@ -214,7 +214,7 @@ class SavedTable:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the entries of the table in the collection's state dict, without its name."""
+        """Return the table's entries of the collection's state dict, by names in the table."""
         tensors = self.table_tensors(self.parameter_names())
         values = {key: tensor.value() for key, tensor in tensors.items()}
         return {**self.storage.metadata_entries(self.config), **values}
@@ -233,7 +233,7 @@ class SavedTable:
         return required_names - set(names), set(names) - required_names - metadata_names
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for parameters of another table; absent ones are not checked."""
+        """Raise ValueError unless `values` can be written; entries that it lacks are ignored."""
         for key, expected in self.storage.metadata_entries(self.config).items():
             if key in values and (problem := state_dicts.tensor_problem(values[key], expected)):
                 raise ValueError(f"{self.name}.{key}: {problem}")
@@ -243,13 +243,14 @@ class SavedTable:
             _check_value(values[key], target, f"{self.name}.{key}")
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Write those parameters that `values` has."""
+        """Write the parameters that `values` has; call `check_parameters` first."""
         self._write([key for key in self.parameter_names() if key in values], values)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer states by parameter; none without a fused optimizer.
 
-        The hyperparameters are a copy, which the parameters share; states are as in `value`.
+        States are results of `TableTensor.value`. The hyperparameters, `HYPER`, are one copy for
+        all parameters.
         """
         if not self.is_fused:
             return {}
@@ -266,7 +267,13 @@ class SavedTable:
         }
 
     def check_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
-        """Raise KeyError or ValueError for states or hyperparameters that could not be written."""
+        """Check optimizer states of a parameter, and the hyperparameters, before they are written.
+
+        Raises:
+            KeyError: `values` lacks a state or the hyperparameters.
+            ValueError: a value has another size, is cut differently, or is no tensor that can be
+                copied; or the optimizer cannot have the hyperparameters.
+        """
         values_of_views = self._values_of_views(parameter, values)
         for key, target in self.table_tensors(list(values_of_views)).items():
             _check_value(values_of_views[key], target, f"{self.name}.{key}")
@@ -289,7 +296,10 @@ class SavedTable:
         self._write(list(values_of_views), values_of_views)
 
     def _values_of_views(self, parameter: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return optimizer states of a parameter by their names in the views, without hyper."""
+        """Return the optimizer states of a parameter by their names in the views.
+
+        The hyperparameters are left out. Raises KeyError if `values` lacks them or a state.
+        """
         for owner, names, keys in self._states_by_parameter():
             if owner == parameter:
                 missing_names = sorted({*names, HYPER} - values.keys())
@@ -313,18 +323,23 @@ class SavedTable:
 
     @without_gradients
     def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Check the sizes of the values of all `keys`, write them into the local shards; commit."""
+        """Write the values of `keys` into the local shards, and commit them.
+
+        Raises:
+            ValueError: a value has another size or is cut differently; nothing is written.
+        """
         targets = self.table_tensors(keys)
         parts = {k: t.parts_of(values[k], f"{self.name}.{k}") for k, t in targets.items()}
         for key, target in targets.items():
             target.write(parts[key])
-        for local_shard in self.local.values():
+        for local_shard in self.local_shards.values():
             local_shard.groups.handles[local_shard.index].commit()
 
     def table_tensors(self, keys: Sequence[str]) -> dict[str, TableTensor]:
         """Return the tensors of the entries `keys`, by key, with the memory of the local shards."""
         views = {
-            i: local_shard.groups.views(local_shard.index) for i, local_shard in self.local.items()
+            i: local_shard.groups.views(local_shard.index)
+            for i, local_shard in self.local_shards.items()
         }
         return {key: self._table_tensor(key, {i: v[key] for i, v in views.items()}) for key in keys}
 
@@ -375,7 +390,7 @@ class KeyedTable(SavedTable):
         order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
         return {
             order.index(i) if self.shards else 0: local_shard.groups.handles[local_shard.index]
-            for i, local_shard in self.local.items()
+            for i, local_shard in self.local_shards.items()
         }
 
     def _owners(self) -> list[int]:
@@ -586,14 +601,14 @@ def fused_tables(collection: ShardedCollection, prefix: str) -> list[FusedTableE
 
 def _tables_of(collection: ShardedCollection) -> list[SavedTable]:
     """Return the tables of a sharded collection, each with its local shards."""
-    local: dict[str, list[StoredShard]] = {name: [] for name in collection.plan}
+    shards_by_table: dict[str, list[StoredShard]] = {name: [] for name in collection.plan}
     for local_shard in collection.local_shards():
-        local[local_shard.table].append(local_shard)
+        shards_by_table[local_shard.table].append(local_shard)
     return [
         (KeyedTable if collection.storage_config(name).storage.is_keyed else SavedTable)(
             collection, name, shards
         )
-        for name, shards in local.items()
+        for name, shards in shards_by_table.items()
     ]
 
 
