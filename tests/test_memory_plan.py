@@ -736,6 +736,15 @@ def test_a_directory_must_be_a_path() -> None:
         BackingMemory(9, 5)  # type: ignore[arg-type]
 
 
+def test_losses_of_an_iterator_are_used() -> None:
+    points = ((0.5, 0.1), (0.25, 0.2))
+    losses: list[Any] = [{"narrow": points}, {"narrow": iter(points)}]
+    plans = [
+        plan_memory(tables(1000), 40_000, methods=["narrow"], losses=curves) for curves in losses
+    ]
+    assert plans[0].choices == plans[1].choices
+
+
 def test_methods_of_an_iterator_are_used() -> None:
     methods: Any = iter(["bf16", "narrow"])
     plan = plan_memory(tables(1000), 20_000, methods=methods, optimizer=emblib.optim.SGD(0.1))

@@ -284,6 +284,8 @@ def plan_memory(
         ['tensor_train', 'as it is']
     """
     budget = check_count("budget", budget)
+    if isinstance(losses, Mapping):  # a curve may be an iterator, which is read once
+        losses = {method: tuple(curve) for method, curve in losses.items()}
     methods = _checked_methods(methods, losses, backing)
     if serving not in (None, 4, 8):
         raise ValueError(f"serving must be None, 8 or 4 bits, got {serving!r}")
