@@ -62,7 +62,7 @@ def _numbers_by_module(
             yield path, module, dict.fromkeys(module.table_names, numbers)
         return
     if not isinstance(numbers, Mapping):
-        raise TypeError(f"must be an int, or ints by module and table, got {numbers!r}")
+        raise TypeError(f"scores must be an int, or ints by module and table, got {numbers!r}")
     _check_modules(modules, numbers)
     for path, module_name, module in modules:
         if path in numbers or module_name in numbers:

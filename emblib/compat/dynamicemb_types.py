@@ -73,6 +73,9 @@ class DynamicEmbInitializerArgs:
             UNIFORM a planner replaces None, see `complete_initializer_args`.
         upper: upper bound; None is 1/sqrt(max_capacity), or what the planner sets.
         value: value, of CONSTANT.
+
+    Raises:
+        ValueError: `mode` is neither a member of `DynamicEmbInitializerMode` nor its value.
     """
 
     mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM
@@ -81,6 +84,9 @@ class DynamicEmbInitializerArgs:
     lower: float | None = None
     upper: float | None = None
     value: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.mode = DynamicEmbInitializerMode(self.mode)
 
 
 class AdmissionStrategy(abc.ABC):

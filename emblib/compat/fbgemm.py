@@ -356,13 +356,25 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         Raises:
             NotImplementedError: there are batch sizes, and rows are INT8 or
                 `use_writeback_bwd_prehook` is set.
-            ValueError: not all or none of `vbe_output`, its offsets and batch sizes are passed.
+            ValueError: only some of `vbe_output`, its offsets and batch sizes are passed, or the
+                offsets are not `[ranks, F]`.
         """
         is_passed = vbe_output is not None, vbe_output_offsets is not None
         if any(is_passed) and not (all(is_passed) and batch_size_per_feature_per_rank):
             raise ValueError(
                 "vbe_output, vbe_output_offsets and batch_size_per_feature_per_rank go together"
             )
+        block_sizes = torch.empty(0, device="cpu")
+        if vbe_output_offsets is not None:
+            # Elements per rank and feature; `output` has the blocks rank after rank.
+            block_sizes = torch.tensor(
+                batch_size_per_feature_per_rank, device="cpu"
+            ).t() * torch.tensor([self.dims[t] for t in self.feature_table_map], device="cpu")
+            if vbe_output_offsets.shape != block_sizes.shape:
+                raise ValueError(
+                    f"vbe_output_offsets must be [ranks, F] = {list(block_sizes.shape)}, got "
+                    f"{list(vbe_output_offsets.shape)}"
+                )
         output = self._look_up(
             indices,
             offsets,
@@ -373,11 +385,6 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         )
         if vbe_output is None or vbe_output_offsets is None:
             return output
-        dims = [self.dims[t] for t in self.feature_table_map]
-        # Elements of each block, in the order of `output`: rank after rank.
-        block_sizes = torch.tensor(
-            batch_size_per_feature_per_rank, device="cpu"
-        ).t() * torch.tensor(dims, device="cpu")
         block_sizes = block_sizes.flatten().to(output.device)
         starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
         positions = jagged.segment_positions(starts, block_sizes, output.numel())

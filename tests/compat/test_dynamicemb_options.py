@@ -296,3 +296,10 @@ def test_a_device_is_a_device() -> None:
     module = one_table(device="cpu", device_id=0)
     assert module.bags.weights.device.type == "cpu"
     assert math.prod(module.bags.weights.shape) == 32 * 4
+
+
+def test_modes_of_initializers_are_members_or_values() -> None:
+    args = DynamicEmbInitializerArgs(mode="constant", value=2.0)  # type: ignore[arg-type]
+    assert args.mode is DynamicEmbInitializerMode.CONSTANT
+    with pytest.raises(ValueError, match="'bogus' is not a valid DynamicEmbInitializerMode"):
+        DynamicEmbInitializerArgs(mode="bogus")  # type: ignore[arg-type]

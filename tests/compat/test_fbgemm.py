@@ -184,3 +184,8 @@ def test_outputs_of_two_modules_in_one_tensor() -> None:
         assert all(torch.equal(one, other) for one, other in tables)
     with pytest.raises(ValueError, match="go together"):
         joint[1](*batches[1][:2], vbe_output=found)
+    ids, offsets, sizes = batches[0]
+    output = {"batch_size_per_feature_per_rank": sizes, "vbe_output": found.detach()}
+    for wrong in (torch.tensor([0]), torch.tensor([0, 4, 12, 16])):
+        with pytest.raises(ValueError, match=r"must be \[ranks, F\] = \[2, 2\]"):
+            joint[0](ids, offsets, **output, vbe_output_offsets=wrong)

@@ -1,4 +1,4 @@
-"""TorchRec over emblib's collections and sharding: its modules and names, with its signatures.
+"""TorchRec's modules and names, implemented by emblib's collections and sharding.
 
 Change the import and keep the code:
 
@@ -10,10 +10,10 @@ or keep the imports, too:
     import emblib.compat.torchrec
     emblib.compat.torchrec.install()  # before anything imports torchrec
 
-With `install(fallback=True)` what emblib lacks, such as datasets, models and metrics, comes from
-the installed TorchRec and runs over emblib's collections. The modules are TorchRec's, and every
-name that does not raise is in this one module as well.
-`docs/torchrec.md` says of each name whether it works, differs or raises.
+With `install(fallback=True)` names that emblib does not have, such as datasets, models and metrics,
+come from the installed TorchRec, and use emblib's collections. The modules have TorchRec's paths;
+every name that does not raise is in this module as well. `docs/torchrec.md` says of each name
+whether it works, differs or raises.
 """
 
 import sys as _sys
@@ -34,11 +34,13 @@ _installation = _tree.Installation(_modules)
 
 
 def install(*, fallback: bool = False) -> _tree.Installation:
-    """Let `import torchrec` import this package; as a context manager, until the end of a block.
+    """Make `import torchrec` import this package.
+
+    The result is a context manager, which undoes the installation at its end.
 
     Args:
-        fallback: whether modules and names that emblib lacks come from the installed TorchRec, e.g.
-            its datasets, models and metrics, executed over emblib's collections.
+        fallback: whether names and modules that emblib does not have, e.g. datasets, models and
+            metrics, come from the installed TorchRec; they use emblib's collections.
 
     Raises:
         ModuleNotFoundError: `fallback` is set, and TorchRec is not installed.
@@ -48,7 +50,7 @@ def install(*, fallback: bool = False) -> _tree.Installation:
 
 
 def uninstall() -> None:
-    """Undo the effect of `install`."""
+    """Undo `install`; do nothing if nothing is installed."""
     _installation.uninstall()
 
 
