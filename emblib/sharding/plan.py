@@ -175,10 +175,10 @@ class ShardingPlan:
 
 
 def _checked_world(world: Any) -> World:
-    """Return a `World` of ints; raise TypeError or ValueError for any other value."""
+    """Return the `World` of a world or a `RankGroup`; TypeError or ValueError for other values."""
     try:
-        size, local_size = map(operator.index, world)
-    except (TypeError, ValueError):
+        size, local_size = operator.index(world.size), operator.index(world.local_size)
+    except (AttributeError, TypeError):
         raise TypeError(f"world must be World(size, local_size), got {world!r}") from None
     checked = World(size, local_size)
     _ = checked.num_nodes  # raises ValueError

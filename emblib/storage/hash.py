@@ -596,7 +596,7 @@ class HashHandle(TableHandle):
             }
             state = self._state_of_module(saved)
             table = f"{self.module.table_names[self.index]}."
-            for problem in state_dicts.problems(self.module, state, ""):
+            for problem in state_dicts.find_problems(self.module, state, ""):
                 yield prefix + problem.removeprefix(table)
 
     def _state_of_module(self, entries: Mapping[str, Any]) -> dict[str, Any]:

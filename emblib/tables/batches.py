@@ -1,8 +1,7 @@
 """Checks and layouts of the batches of table modules.
 
 `check_bounds` checks indices and repairs offsets before an op reads them. `make_variable_layout`
-and `lay_out_bags` compute where the output of each bag begins if features differ in
-batch size.
+and `lay_out_bags` compute where the output of each bag begins if features differ in batch size.
 `append_last_offset` and `flatten_equal_bags` convert the input forms of `nn.EmbeddingBag`.
 `is_eager` tells whether an op may be called without torch's Python dispatch.
 """
@@ -114,6 +113,7 @@ def check_bounds(
     The host never waits for a GPU: on CUDA, the warning of mode WARNING comes with a later check.
     Invalid indices are not changed here; kernels repair them when they read them. When activation
     checkpointing repeats a forward, violations are not counted again, except in compiled graphs.
+    Tensors without values (on meta, or fake) are not checked.
 
     Args:
         module: module that looks up; it supplies the mode, `bounds_check`, and the counters,
@@ -156,6 +156,7 @@ def check_bounds(
         return _check_eager_on_gpu(module, batch, message, counts_violations=counts_violations)
     if mode is BoundsCheck.FATAL and not torch.compiler.is_compiling():
         return _check_or_raise(module, batch)
+    # WARNING or IGNORE; or FATAL in a compiled graph, where the op raises without names.
     repaired, violations = tbe.check_bounds(*batch, codes.BOUNDS_CHECK[mode.value])
     if mode is BoundsCheck.WARNING and counts_violations:
         _count_violations(module, violations, batch, repaired, message)
@@ -174,7 +175,10 @@ class _Batch(NamedTuple):
 def _check_eager_on_gpu(
     module: BoundsCheckedModule, batch: _Batch, message: str, *, counts_violations: bool
 ) -> Tensor:
-    """Check a batch on a GPU by one op, which also counts; return the repaired offsets."""
+    """Check a batch on a GPU by one op, which also counts; return the repaired offsets.
+
+    In mode WARNING, a later check warns of what this one counts.
+    """
     mode = module.bounds_check
     is_counted = mode is BoundsCheck.WARNING and counts_violations and not is_recomputation()
     if mode is BoundsCheck.WARNING and not is_counted:

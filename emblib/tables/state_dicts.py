@@ -50,7 +50,7 @@ def refuse_invalid(
     """
     if state_dict.pop(prefix + _REFUSED, None):
         return True
-    known_problems = list(known_problems) or list(problems(module, state_dict, prefix))
+    known_problems = list(known_problems) or list(find_problems(module, state_dict, prefix))
     if not known_problems:
         return False
     errors.extend(known_problems)
@@ -190,7 +190,7 @@ def key_problem(keys: Any, num_rows: int, size: int | None = None) -> str:
     return ""
 
 
-def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def find_problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Yield one message per invalid entry of a module and its descendants."""
     for module_prefix, submodule in _modules_by_prefix(module, prefix):
         if isinstance(submodule, ChecksState):

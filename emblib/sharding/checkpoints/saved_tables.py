@@ -433,7 +433,7 @@ class KeyedTable(SavedTable):
         """Raise ValueError for entries by key that this rank's shards cannot load."""
         keyed.check_row_counts(values, self.name)
         for handle, shard_values in self._entries_of_shards(values):
-            for problem in state_dicts.problems(handle, shard_values, ""):
+            for problem in state_dicts.find_problems(handle, shard_values, ""):
                 raise ValueError(f"{self.name}.{problem}")
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
