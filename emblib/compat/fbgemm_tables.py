@@ -392,6 +392,7 @@ class TableViews(nn.Module):
             buffer_ids: buffer that has the rows of each of these features, `[n]`.
 
         Raises:
+            IndexError: a row does not exist; nothing is changed.
             NotImplementedError: backward does not update the tables.
         """
         self._require_fused("reset_embedding_weight_momentum")
@@ -399,10 +400,16 @@ class TableViews(nn.Module):
         states = self.bags.table_optimizer_states()
         bounds = pruned_indices_offsets.tolist()
         pairs = zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True)
+        rows_and_tables = []
+        for feature, buffer in pairs:
+            rows = pruned_indices[bounds[buffer] : bounds[buffer + 1]].long()
+            table = self.feature_table_map[feature]
+            num_rows = len(weights[table])
+            if bool(((rows < 0) | (rows >= num_rows)).any()):  # torch would take -1 as the last row
+                raise IndexError(f"rows of table {table} must be in [0, {num_rows}), got {rows}")
+            rows_and_tables.append((rows, table))
         with torch.no_grad():
-            for feature, buffer in pairs:
-                rows = pruned_indices[bounds[buffer] : bounds[buffer + 1]].long()
-                table = self.feature_table_map[feature]
+            for rows, table in rows_and_tables:
                 for tensor in (weights[table], *states[table].values()):
                     tensor[rows.to(tensor.device)] = 0
         self.bags.reset_cache_states()

@@ -170,6 +170,13 @@ def test_pruned_rows_are_reset(location: EmbeddingLocation) -> None:
         assert (tensor[0] != 0).any()
     assert (weights[0][0] == 0).all()
     assert (weights[0][1] != 0).all()
+    before = [weight.clone() for weight in weights]
+    for wrong in (-1, len(weights[0])):
+        with pytest.raises(IndexError, match="rows of table 0 must be in"):
+            module.reset_embedding_weight_momentum(
+                torch.tensor([3, wrong]), torch.tensor([0, 1, 2]), *torch.tensor([[1, 0], [0, 1]])
+            )
+    assert all(map(torch.equal, module.split_embedding_weights(), before))
 
 
 @pytest.mark.parametrize("first_feature_only", [False, True])
