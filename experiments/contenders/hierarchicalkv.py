@@ -63,7 +63,7 @@ class HierarchicalKV(KeyTable):
     """
 
     operations = tuple(OPERATIONS)
-    erases = True
+    has_erase = True
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)

@@ -32,7 +32,7 @@ def verify_key_table(table: KeyTable, space: KeySpace, resident: Tensor) -> None
     # An eighth as many as the present keys, so that inserting them evicts few.
     absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
-    if table.ceiling:
+    if table.is_ceiling:
         positions = table.prepare(keys, values_of(keys, 0))
         if not torch.equal(table.find_slots(positions) * WORDS_PER_LINE, positions):
             raise Wrong("find_slots: a line does not hold its own number")
@@ -43,7 +43,7 @@ def verify_key_table(table: KeyTable, space: KeySpace, resident: Tensor) -> None
     if "find_or_insert_slots" in table.operations:
         keys_with_repeats = torch.cat([present, present[:3]])
         _check_slots(table, "find_or_insert_slots", keys_with_repeats, len(present), 0)
-    if table.erases:
+    if table.has_erase:
         _check_inserts(table, absent, present)
 
 

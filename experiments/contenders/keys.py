@@ -49,16 +49,16 @@ class KeyTable(ABC):
 
     Attributes:
         operations: names of the operations that the table has.
-        erases: True if it has `erase`.
+        has_erase: True if it has `erase`.
         period: number of calls after which its periodic work (an eviction) has happened once.
-        ceiling: True if it stores no keys, but shows what memory allows a table at best.
+        is_ceiling: True if it stores no keys, but shows what memory allows a table at best.
         absent: slot of a missing key.
     """
 
     operations: ClassVar[tuple[str, ...]] = ("find_slots",)
-    erases: ClassVar[bool] = False
+    has_erase: ClassVar[bool] = False
     period: ClassVar[int] = 1
-    ceiling: ClassVar[bool] = False
+    is_ceiling: ClassVar[bool] = False
 
     def __init__(self, task: KeyTask) -> None:
         self.task = task
@@ -126,7 +126,7 @@ class EmblibHashTable(KeyTable):
     """emblib.HashTable of capacity `task.slots` from the beginning, which evicts by `eviction`."""
 
     operations = tuple(OPERATIONS)
-    erases = True
+    has_erase = True
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
 
     def __init__(self, task: KeyTask) -> None:
@@ -248,7 +248,7 @@ class SortedKeys(SortedTable):
 class RandomLines(KeyTable):
     """The ceiling of a lookup: one random cache line per key, in the bytes of a table's keys."""
 
-    ceiling = True
+    is_ceiling = True
     huge: ClassVar[bool] = False
 
     def __init__(self, task: KeyTask) -> None:

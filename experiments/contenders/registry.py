@@ -60,7 +60,7 @@ class Entry:
         name: key of the entry, as `contenders=[NAME]` has it.
         label: name in reports.
         file: Python file of the class.
-        cls: name of the class.
+        class_name: name of the class.
         variants: "rank" or "cache" for one arm per rank or per cache size; "" for one arm.
         new_keys: share of the lookups of a step that are new keys, for contenders that differ from
             `dynamic` only in that.
@@ -80,7 +80,7 @@ class Entry:
     name: str
     label: str
     file: Path
-    cls: str
+    class_name: str
     variants: str = ""
     new_keys: float = 0.0
     keyed: bool = False
@@ -142,7 +142,7 @@ class Entry:
         if reason := self.missing():
             raise Missing(reason)
         try:
-            return getattr(_import_file(self.file), self.cls)
+            return getattr(_import_file(self.file), self.class_name)
         # A shared library that does not load, or another version that lacks a function.
         except (ImportError, OSError, AttributeError) as error:
             if self.variable:
@@ -312,7 +312,7 @@ def _parse_entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     facts["requires"] = tuple(facts.get("requires", ()))
     fields = {f.name: f for f in dataclasses.fields(Entry)}
     for key, value in facts.items():
-        if key not in fields or key in ("name", "file", "cls"):
+        if key not in fields or key in ("name", "file", "class_name"):
             raise RegistryError(f"{location}: no fact '{key}'")
         fact_type = str if key == "label" else type(fields[key].default)
         if type(value) is not fact_type:
@@ -326,7 +326,7 @@ def _parse_entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
             raise RegistryError(
                 f"{location}: requires must be like ['package==1.2.3'], got {text!r}"
             )
-    return Entry(name=name, file=folder / f"{target[1]}.py", cls=target[2], **facts)
+    return Entry(name=name, file=folder / f"{target[1]}.py", class_name=target[2], **facts)
 
 
 @functools.cache  # a lookup reads files, and every cell asks for the version of torch

@@ -37,14 +37,14 @@ class Block:
         first_row: first row of the block.
         first_column: first column of the block.
         weights: view of the block's memory, [rows, columns].
-        replicated: True if every rank holds the block; only rank 0 reports it.
+        is_replicated: True if every rank holds the block; only rank 0 reports it.
     """
 
     table: int
     first_row: int
     first_column: int
     weights: Tensor
-    replicated: bool = False
+    is_replicated: bool = False
 
 
 class Collection(Contender):
@@ -89,7 +89,7 @@ class Collection(Contender):
         ids = touched_ids(batch, self.task)
         rows = [torch.zeros(len(i), s.dim) for i, s in zip(ids, self.task.shapes, strict=True)]
         for block in self.blocks:
-            if block.replicated and rank:
+            if block.is_replicated and rank:
                 continue
             block_rows = ids[block.table] - block.first_row
             is_local = (block_rows >= 0) & (block_rows < block.weights.size(0))
@@ -118,7 +118,7 @@ def sum_over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(nbytes, total.tolist(), strict=True))
 
 
-class Bags(Collection):
+class EmblibCollection(Collection):
     """Base of emblib's collections, sharded or not."""
 
     @staticmethod
@@ -126,7 +126,7 @@ class Bags(Collection):
         """Return the configuration of each table; tables are named t0, t1, ..."""
         return [
             EmbeddingBagConfig(
-                shape.rows, shape.dim, f"t{number}", (Bags.feature_name.format(number),)
+                shape.rows, shape.dim, f"t{number}", (EmblibCollection.feature_name.format(number),)
             )
             for number, shape in enumerate(task.shapes)
         ]
@@ -152,7 +152,7 @@ class Bags(Collection):
         """Return the groups that hold this rank's tables."""
 
 
-class WholeBags(Bags):
+class UnshardedCollection(EmblibCollection):
     """emblib.EmbeddingBagCollection: all tables in this process."""
 
     def _module(self) -> tuple[Any, list[Block]]:
@@ -170,7 +170,7 @@ class WholeBags(Bags):
 RANKS_PER_NODE = 2  # ranks that sharding types by node treat as one node
 
 
-class ShardedBags(Bags):
+class ShardedCollection(EmblibCollection):
     """A collection over all ranks; the subclass gives every table the same sharding type.
 
     Attributes:
@@ -201,7 +201,7 @@ class ShardedBags(Bags):
                 local.shard.rows[0],
                 local.shard.columns[0],
                 local.groups.views(local.index)["weight"],
-                replicated=plan[local.table].is_replicated,
+                is_replicated=plan[local.table].is_replicated,
             )
             for local in module.local_shards()
         ]
@@ -251,55 +251,55 @@ class ShardedBags(Bags):
 
 
 def ranks_of(device: torch.device) -> RankGroup:
-    """Return the group of all ranks, in nodes of `ShardedBags.ranks_per_node`.
+    """Return the group of all ranks, in nodes of `ShardedCollection.ranks_per_node`.
 
     A process without a process group, or alone in it, is a group of one.
     """
     size = rank_and_size()[1]
     if size == 1:
         return RankGroup.single(device)
-    return RankGroup(local_size=ShardedBags.ranks_per_node(size), device=device)
+    return RankGroup(local_size=ShardedCollection.ranks_per_node(size), device=device)
 
 
-class DataParallel(ShardedBags):
+class DataParallel(ShardedCollection):
     """Every table replicated on every rank."""
 
     rule = staticmethod(lambda rank, node: sharding_types.data_parallel())
 
 
-class TableWise(ShardedBags):
+class TableWise(ShardedCollection):
     """Whole tables, each on its rank."""
 
     rule = staticmethod(lambda rank, node: sharding_types.table_wise(rank))
 
 
-class RowWise(ShardedBags):
+class RowWise(ShardedCollection):
     """The rows of every table distributed over all ranks."""
 
     rule = staticmethod(lambda rank, node: sharding_types.row_wise())
 
 
-class ColumnWise(ShardedBags):
+class ColumnWise(ShardedCollection):
     """The columns of every table distributed over all ranks."""
 
     splits_rows = True
     rule = staticmethod(lambda rank, node: sharding_types.column_wise())
 
 
-class TableRowWise(ShardedBags):
+class TableRowWise(ShardedCollection):
     """The rows of each table distributed over the ranks of its node."""
 
     rule = staticmethod(lambda rank, node: sharding_types.table_row_wise(node))
 
 
-class TableColumnWise(ShardedBags):
+class TableColumnWise(ShardedCollection):
     """The columns of each table distributed over the ranks of its node."""
 
     splits_rows = True
     rule = staticmethod(lambda rank, node: sharding_types.table_column_wise(node))
 
 
-class Grid(ShardedBags):
+class Grid(ShardedCollection):
     """The columns of each table distributed over the nodes, their rows over a node's ranks."""
 
     splits_rows = True

@@ -84,7 +84,7 @@ class Operation(TimedCall):
             return self.arguments[number]
         call = self.filled.calls.next(self.value_dim)
         free_slots = self.filled.table.task.slots - self.filled.calls.resident
-        if self.filled.table.erases and len(call.new) <= free_slots:
+        if self.filled.table.has_erase and len(call.new) <= free_slots:
             self.filled.keys_to_erase = call.new
         return self._prepare(call)
 

@@ -108,7 +108,7 @@ class Plain(KeyTable):
         "insert_or_assign",
         "insert_and_evict",
     )
-    erases = True
+    has_erase = True
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
