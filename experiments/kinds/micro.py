@@ -154,30 +154,25 @@ def import_benchmarks(path: Path, folder: Path) -> Path:
     """Create a run's directory in `folder` from a JSON file of pytest-benchmark; return it.
 
     Raises:
-        UsageError: the file cannot be read, is no such JSON, or lacks benchmarks or single times.
+        UsageError: the file cannot be read, is no such JSON, or lacks benchmarks or single times;
+            nothing is created then.
     """
     try:
         content = json.loads(path.read_text())
-        benchmarks = content["benchmarks"]
-        if any("data" not in b["stats"] for b in benchmarks):
+        if any("data" not in b["stats"] for b in content["benchmarks"]):
             raise UsageError(
                 f"{path} has no single times: use --benchmark-json or --benchmark-save-data"
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        records = records_of(content, {"run_id": "", "context_id": None})
+        environment = _environment_of(content) | {"command": f"pytest, {path.name}"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{path} is not the JSON of pytest-benchmark ({error!r})") from error
-    if not benchmarks:
+    if not records:
         raise UsageError(f"{path} has no benchmarks in it: was --benchmark-enable left out?")
     store = RunStore.create(folder, "micro")
     store.write_config(dataclasses.replace(Config(), name="micro", kind=Micro.name))
-    environment = content.get("emblib") or {
-        "time_utc": content.get("datetime"),
-        "device": (content.get("machine_info", {}).get("cpu") or {}).get("brand_raw"),
-        "git": {"sha": str(content.get("commit_info", {}).get("id") or "")[:12] or None},
-    }
-    store.write_json("environment.json", environment | {"command": f"pytest, {path.name}"})
-    identity = {"run_id": store.path.name, "context_id": None}
-    records = records_of(content, identity)
-    store.append(*records)
+    store.write_json("environment.json", environment)
+    store.append(*(record | {"run_id": store.path.name} for record in records))
     question = "how long does one call of each operation take?"
     run_entries = {
         "experiment": "micro",
@@ -187,3 +182,13 @@ def import_benchmarks(path: Path, folder: Path) -> Path:
     }
     store.write_json("run.json", run_entries)
     return store.path
+
+
+def _environment_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environment in pytest-benchmark's JSON: that of emblib's benchmarks, if stored."""
+    environment: dict[str, Any] = content.get("emblib") or {
+        "time_utc": content.get("datetime"),
+        "device": ((content.get("machine_info") or {}).get("cpu") or {}).get("brand_raw"),
+        "git": {"sha": str((content.get("commit_info") or {}).get("id") or "")[:12] or None},
+    }
+    return environment

@@ -110,6 +110,7 @@ def test_somebody_elses_json_becomes_a_run(
         ('{"other": 1}', "is not the JSON of pytest-benchmark"),
         ('{"benchmarks": []}', "was --benchmark-enable left out?"),
         ('{"benchmarks": [{"stats": {"median": 1}}]}', "has no single times"),
+        ('{"benchmarks": [{"name": "a", "stats": {"data": [1]}}]}', "is not the JSON of pytest-"),
     ],
 )
 def test_other_files_are_refused(
