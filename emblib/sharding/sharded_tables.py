@@ -22,6 +22,7 @@ from emblib.collections.optimizers.in_backward import trained_configs
 from emblib.collections.shared import SharedTable
 from emblib.grad_mode import without_gradients
 from emblib.jagged import KeyedJaggedTensor
+from emblib.jagged.keyed_layout import num_padding_of
 from emblib.ops import autograd
 from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Optimizer
@@ -555,7 +556,10 @@ class ShardedTables(nn.Module):
         is_whole = self._is_local and order == sorted(order) and features.keys() == self._keys
         if is_whole and self.groups.has_one_module and self.groups.pooling is not Pooling.NONE:
             return features
-        return checked_batch(features, self._bounds_check)
+        batch = checked_batch(features, self._bounds_check)
+        if not num_padding_of(batch):
+            return batch
+        return batch.permute(range(len(batch.keys())))  # views, without the padding in front
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the weights of a batch in float32; None if the collection is not weighted."""

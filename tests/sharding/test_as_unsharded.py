@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from emblib import KeyedJaggedTensor, optim, sharding
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    optim,
+    sharding,
+)
 from emblib.sharding import sharding_types
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Pooling
@@ -247,6 +255,30 @@ def unequal_bags(ranks: RankGroup, plan: Any) -> None:
 def test_features_of_unlike_bags_need_inverse_indices() -> None:
     for size in (1, 2):
         worlds.run(size, unequal_bags, MIXED)
+
+
+def padded_batches(ranks: RankGroup, plan: str, *, pooled: bool) -> None:
+    """Padding in front of a batch, ids of -1 before its first offset, changes nothing."""
+    config: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
+    collection: Any = EmbeddingBagCollection if pooled else EmbeddingCollection
+    shardings = {"tw": sharding_types.table_wise(0), "rw": sharding_types.row_wise()}
+    sharded = sharding.DistributedModelParallel(
+        collection([config(10, 4, "a"), config(10, 4, "b")]),
+        ranks,
+        plan={"": dict.fromkeys("ab", shardings[plan])},
+    )
+    ids, offsets = torch.tensor([-1, -1, 7, 8, 9, 4]), torch.tensor([2, 4, 5, 5, 6])
+    padded = KeyedJaggedTensor(["a", "b"], ids, offsets=offsets)
+    plain = KeyedJaggedTensor(["a", "b"], ids[2:], offsets=offsets - 2)
+    with torch.no_grad():
+        assert torch.equal(flat(sharded(padded)), flat(sharded(plain)))
+
+
+@pytest.mark.parametrize("plan", ["tw", "rw"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_padded_batches(plan: str, *, pooled: bool) -> None:
+    for size in (1, 2):
+        worlds.run(size, _call, padded_batches, plan, {"pooled": pooled})
 
 
 def test_one_rank_may_replicate_dynamic_tables() -> None:
