@@ -305,32 +305,40 @@ def _spell_override(key: str, value: object) -> str:
 def _unknown_key(
     key: str, override: Override, known: set[str], choices: dict[str, list[str]]
 ) -> str:
-    """Return the error about an unknown key: one suggestion, or else all keys of the same group.
-
-    The suggestion is the first of: a key of the group that differs in capitals; the most similar
-    one of the group; where the group is unknown too, the most similar of all keys, or the one with
-    the same last part.
-    """
+    """Return the error about an unknown key: one suggestion, or else all keys of the same group."""
     value = (override.input_line or "").partition("=")[2]
-    parent, _, leaf = key.rpartition(".")
+    parent = key.rpartition(".")[0]
     siblings = sorted(k for k in known | set(choices) if k.rpartition(".")[0] == parent)
-    skipped_prefix = "workload." if value.startswith("[") else "sweep."
-    key_of_leaf = {
-        k.rpartition(".")[2]: k
-        for k in sorted(known)
-        if not k.startswith((skipped_prefix, "cases."))
-    }
-    similar_names = (
-        [k for k in siblings if k.lower() == key.lower()]
-        # The group is a part of all these names, so they must be more similar.
-        or difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6)
-        or ([] if parent in known else difflib.get_close_matches(key, known, 1, 0.7))
-        or ([] if parent in known else [key_of_leaf[leaf]] if leaf in key_of_leaf else [])
-    )
-    if similar_names:
-        return f"unknown key '{key}'. Did you mean '{_spell_override(similar_names[0], value)}'?"
+    suggestion = _similar_key(key, siblings, known, is_list=value.startswith("["))
+    if suggestion:
+        return f"unknown key '{key}'. Did you mean '{_spell_override(suggestion, value)}'?"
     options = siblings if parent in known else sorted({k.partition(".")[0] for k in known})
     return f"unknown key '{key}'. Did you mean one of: {', '.join(options)}?"
+
+
+def _similar_key(key: str, siblings: Sequence[str], known: set[str], *, is_list: bool) -> str:
+    """Return the key that was probably meant; "" for none.
+
+    Args:
+        key: unknown key.
+        siblings: known keys of the same group.
+        known: all known keys.
+        is_list: whether the value is a list.
+    """
+    parent, _, leaf = key.rpartition(".")
+    if other_case := [k for k in siblings if k.lower() == key.lower()]:
+        return other_case[0]
+    # The group is a part of all these names, so they must be more similar.
+    if similar_names := difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6):
+        return similar_names[0]
+    if parent in known:
+        return ""
+    if similar_names := difflib.get_close_matches(key, known, 1, 0.7):
+        return similar_names[0]
+    # The same name in another group: an axis of `sweep` takes a list, one of `workload` a number.
+    skipped_prefixes = ("workload." if is_list else "sweep.", "cases.")
+    same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
+    return max((k for k in same_leaf if not k.startswith(skipped_prefixes)), default="")
 
 
 def _error_in_one_line(error: Exception) -> str:

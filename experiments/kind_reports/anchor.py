@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from experiments.config.sweep import Arm
 from experiments.kind_reports import keys as keys_report
 from experiments.report import answer as timed
-from experiments.report import figures as timed_figures
 from experiments.report import published, text
 from experiments.report.charts import set_plain_ticks
 from experiments.report.data import Run
+from experiments.report.figures import timed_figures
 from experiments.report.published import JudgedFigure, Reproduction, format_number
 from experiments.report.style import INK, Drawing, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value
@@ -140,7 +140,7 @@ def figures(run: Run) -> list[Figure]:
                 [panel],
             )
         )
-    return [*result, *timed_figures.figures(run), *keys_report.figures(run)]
+    return [*result, *timed_figures(run), *keys_report.figures(run)]
 
 
 VERDICT_COLOURS = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.report.answer import answer, tiles
 from experiments.report.data import Run, select
-from experiments.report.figures import figures
+from experiments.report.figures import timed_figures as figures
 from experiments.report.results import readme_table
 from experiments.results import metrics
 

@@ -86,7 +86,7 @@ def table_bytes(device: torch.device) -> int:
     """Return the bytes of the table to measure with: TABLE_CACHE_RATIO times the last-level cache.
 
     On a GPU they are MIN_GPU_BYTES at least. They are limited to MEMORY_SHARE of the free memory,
-    but never below SMOKE_BYTES, and whole MiB.
+    rounded down to MiB, but are never below SMOKE_BYTES.
     """
     if device.type == "cuda":
         cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)

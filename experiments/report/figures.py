@@ -1,7 +1,7 @@
-"""The figures of contenders timed together; `figures` returns those of one mode.
+"""The figures of contenders timed together; `timed_figures` returns those of one mode.
 
 A `*_figures` function returns the figures of one topic. If the run lacks their data, it returns
-none, or figures without panels, which `figures` drops. `mode_figures` compares the modes. A
+none, or figures without panels, which `timed_figures` drops. `mode_figures` compares the modes. A
 function that returns a `Drawing` prepares one panel; `report.style` calls the drawing later.
 
 A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns.
@@ -39,7 +39,7 @@ PUBLISHED = "published"  # style of numbers that others measured
 SAME_MEMORY_FACTOR = 1.05  # memories within this factor count as the same
 
 
-def figures(run: Run) -> list[Figure]:
+def timed_figures(run: Run) -> list[Figure]:
     """Return every figure for which this run of one mode has data, the main figure first."""
     candidates = [
         *cost_figures(run),
@@ -55,7 +55,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def subtitle(run: Run) -> str:
-    """Describe machine, software, modes and processes in a line, for figures outside a report."""
+    """Describe machine, software, modes and processes in one line, below the titles of figures."""
     environment = run.environment
     driver = (environment.get("gpu") or {}).get("driver")
     parts = [environment.get("device"), f"torch {environment.get('torch')}"]
@@ -93,13 +93,17 @@ def cost_figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     weights_bytes = rows["weights_bytes"]
-    draw, height, quantity = _time_by_memory, HEIGHT, "Time against memory"
+    draw, height, quantity = _time_by_memory_drawing, HEIGHT, "Time against memory"
     caption = (
         "Each mark is one contender: parameters on the horizontal axis, median time of one "
         "batch on the vertical axis, with quartiles. Left and down is better."
     )
     if weights_bytes.max() <= SAME_MEMORY_FACTOR * weights_bytes.min():
-        draw, height, quantity = _time_bars, 1.3 + BAR_HEIGHT * rows["arm"].nunique(), "Time"
+        draw, height, quantity = (
+            _time_bars_drawing,
+            1.3 + BAR_HEIGHT * rows["arm"].nunique(),
+            "Time",
+        )
         caption = (
             "Bars: median time of one batch; lines: quartiles; then the time ÷ that of "
             f"{run.baseline.label}. All need {text.size(weights_bytes.max())}. Shorter is better."
@@ -112,8 +116,8 @@ def cost_figures(run: Run) -> list[Figure]:
     return [Figure("cost_and_memory", title, caption, run.sizes(run.headline), panels)]
 
 
-def _time_by_memory(rows: pd.DataFrame) -> Drawing:
-    """Draw the time of each contender against the bytes of its parameters."""
+def _time_by_memory_drawing(rows: pd.DataFrame) -> Drawing:
+    """Return a drawing of the time of each contender against the bytes of its parameters."""
     contender_curves = [
         contender_curve(
             str(name),
@@ -132,8 +136,8 @@ def _time_by_memory(rows: pd.DataFrame) -> Drawing:
     return curves(contender_curves, x_scale, y_scale, name_position="points")
 
 
-def _time_bars(rows: pd.DataFrame) -> Drawing:
-    """Draw the time of each contender as a bar, the fastest first."""
+def _time_bars_drawing(rows: pd.DataFrame) -> Drawing:
+    """Return a drawing of the time of each contender as a bar, the fastest first."""
     bars = [
         Row(
             str(row["label"]),
@@ -273,7 +277,10 @@ def roofline_figures(run: Run) -> list[Figure]:
             "Higher is better.",
             run.sizes(run.sections()[0]),
             [
-                Panel(phase.capitalize(), _roofline(rows[rows["phase"] == phase], measured, theory))
+                Panel(
+                    phase.capitalize(),
+                    _roofline_drawing(rows[rows["phase"] == phase], measured, theory),
+                )
                 for phase in ("forward", "step")
                 if (rows["phase"] == phase).any()
             ],
@@ -281,8 +288,13 @@ def roofline_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | None) -> Drawing:
-    """Draw GB/s against bytes per row, with the measured limits and the theoretical one."""
+def _roofline_drawing(
+    rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | None
+) -> Drawing:
+    """Return a drawing of GB/s against bytes per row, with the measured limits.
+
+    `theory` is the theoretical bandwidth in GB/s; None if it is unknown.
+    """
     rows = rows.assign(row_bytes=WEIGHT_BYTES * rows["D"])
     sizes = sorted(int(size) for size in rows["row_bytes"].unique())
     low, high = sizes[0] / SIZE_MARGIN, sizes[-1] * SIZE_MARGIN
@@ -351,13 +363,13 @@ def sample_figures(run: Run) -> list[Figure]:
             "and drifts mean that the machine changed during the measurement. All samples are "
             "shown.",
             run.sizes(run.headline),
-            [Panel(phase.capitalize(), _samples(records, phase)) for phase in PHASE_TITLES],
+            [Panel(phase.capitalize(), _samples_drawing(records, phase)) for phase in PHASE_TITLES],
         )
     ]
 
 
-def _samples(records: Sequence[Record], phase: str) -> Drawing:
-    """Draw every sample of a phase, a column of dots per contender and process."""
+def _samples_drawing(records: Sequence[Record], phase: str) -> Drawing:
+    """Return a drawing of every sample of a phase, one column of dots per contender and process."""
     labels = {record["arm"]: _break_label(record["label"]) for record in records}
     process_curves = []
     for arm_index, arm in enumerate(labels):
@@ -416,7 +428,7 @@ def sweep_figures(run: Run) -> list[Figure]:
             "Lookups per second through forward, backward and update: lookups of a batch ÷ median "
             "time. The band spans the quartiles. Higher is better.",
             sizes,
-            panels(_throughput),
+            panels(_throughput_drawing),
         ),
         Figure(
             "sweep_ratio",
@@ -425,7 +437,7 @@ def sweep_figures(run: Run) -> list[Figure]:
             "the 95 % confidence interval. Solid: step. Dashed: forward. Below 1 the contender is "
             "faster.",
             sizes,
-            panels(_ratio),
+            panels(_ratio_drawing),
         ),
         Figure(
             "sweep_memory",
@@ -433,7 +445,7 @@ def sweep_figures(run: Run) -> list[Figure]:
             "Parameters, and the maximum that one step needs besides them. Lower is better.",
             sizes,
             [
-                Panel(title, _memory(run, axis, column))
+                Panel(title, _memory_drawing(run, axis, column))
                 for title, axis, column in MEMORY_PANELS
                 if axis in axes and run.table[column].notna().any()
             ],
@@ -457,7 +469,7 @@ def new_key_figures(run: Run) -> list[Figure]:
     if rows["x"].nunique() < 2 or run.baseline.contender in new_key_shares:
         return []
     panels = [
-        Panel(f"D = {dim}", _by_new_keys(run, rows_of_dim.sort_values("x")))
+        Panel(f"D = {dim}", _new_keys_drawing(run, rows_of_dim.sort_values("x")))
         for dim, rows_of_dim in rows.groupby("D")
     ]
     baseline = run.baseline.label
@@ -473,8 +485,8 @@ def new_key_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
-    """Draw time ÷ baseline against `x`, the new keys in percent of the lookups."""
+def _new_keys_drawing(run: Run, rows: pd.DataFrame) -> Drawing:
+    """Return a drawing of time ÷ baseline against `x`, the new keys in percent of the lookups."""
     x, baseline = rows["x"], run.baseline.contender
     bounds = {"low": rows["ratio_lo"], "high": rows["ratio_hi"]}
     contender_curves = [
@@ -490,8 +502,8 @@ def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
     )
 
 
-def _throughput(run: Run, axis: str) -> Drawing:
-    """Draw the lookups per second of a step along `axis`, with quartiles as a band."""
+def _throughput_drawing(run: Run, axis: str) -> Drawing:
+    """Return a drawing of a step's lookups per second along `axis`, with quartiles as a band."""
     rows = run.results_along(axis)
     rows = rows[rows["phase"] == "step"]
     contender_curves = [
@@ -509,8 +521,8 @@ def _throughput(run: Run, axis: str) -> Drawing:
     return _axis_chart(contender_curves, rows, axis, "million lookups per second")
 
 
-def _ratio(run: Run, axis: str) -> Drawing:
-    """Draw time ÷ baseline along `axis`: the step solid, the forward dashed, with intervals."""
+def _ratio_drawing(run: Run, axis: str) -> Drawing:
+    """Return a drawing of time ÷ baseline along `axis`: step solid, forward dashed, intervals."""
     rows = run.results_along(axis)
     rows = rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()]
     contender_curves = []
@@ -529,8 +541,8 @@ def _ratio(run: Run, axis: str) -> Drawing:
     )
 
 
-def _memory(run: Run, axis: str, column: str) -> Drawing:
-    """Draw the memory in a column of the steps along `axis`, in MB."""
+def _memory_drawing(run: Run, axis: str, column: str) -> Drawing:
+    """Return a drawing of the memory in a column of the steps along `axis`, in MB."""
     rows = run.results_along(axis)
     rows = rows[(rows["phase"] == "step") & (pd.to_numeric(rows[column]) > 0)]
     contender_curves = []
@@ -548,7 +560,10 @@ def _axis_chart(
     label: str,
     marks: Sequence[Mark] = (),
 ) -> Drawing:
-    """Draw curves along a swept axis, named at their ends; `label` names the vertical axis."""
+    """Return a drawing of curves along a swept axis, named at their ends.
+
+    `rows` has the measured values of the axis in the column `x`; `label` names the vertical axis.
+    """
     values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
     x_scale = Scale(AXIS_NAMES[axis], log=2 if axis in LOG_AXES else 0, ticks=values)
     return curves(axis_curves, x_scale, Scale(label, log=10), name_position="ends", marks=marks)

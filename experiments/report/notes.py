@@ -105,7 +105,7 @@ def how_to_read(run: Run) -> list[str]:
 
 
 def notices(run: Run) -> list[str]:
-    """Return warnings: what a reader must know before trusting a number."""
+    """Return sentences that a reader must know before trusting a number."""
     sentences = []
     if run.is_smoke:
         sentences.append(
@@ -123,10 +123,12 @@ def notices(run: Run) -> list[str]:
     if note := run.environment.get("note"):  # the user's own entry in environment.json
         sentences.append(f"Note: {note}")
     sentences += host_bound_sentences(run)
-    disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
+    disturbed = [
+        (explain(flag), count) for flag, count in flag_counts(run).items() if flag not in MINOR
+    ]
     if disturbed:
         total = len(run.table) // len(PHASES)
-        disturbances = "; ".join(f"{flag} ({n} of {total} rows)" for flag, n in disturbed)
+        disturbances = "; ".join(f"{flag} ({count} of {total} rows)" for flag, count in disturbed)
         sentences.append(f"While this was measured: {disturbances}.")
     folded_records = {
         record["section"]: record for record in run.records if record.get("pool_folded")
@@ -186,7 +188,7 @@ def _unfinished_sentences(run: Run) -> list[str]:
             f"{ending} after {num_cells} of {run.info.get('cells')} cells; "
             "the same command continues."
         )
-    counts_below_plan = [n for n in processes.values() if n < run.planned_processes]
+    counts_below_plan = [count for count in processes.values() if count < run.planned_processes]
     if counts_below_plan:
         planned = text.count(run.planned_processes, "process", "processes")
         sentences.append(

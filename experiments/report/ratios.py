@@ -17,10 +17,10 @@ from experiments.report.style import FASTER, SLOWER, WIDTH, Figure, Panel, colou
 from experiments.results.metrics import MARGIN, process_logs
 from experiments.results.store import Record
 
-MODEL_PHASES = ("step", "forward")  # in the order of the panels
-FULL_COLOUR_SPEEDUP = 4.0  # a speed-up of 4, or of a quarter, has the full colour
-MAX_OPACITY = 0.75  # of a square with the full colour
-MAX_ROWS = 44  # of a panel; of more ratios, those in the middle are left out
+PANEL_PHASES = ("step", "forward")  # in the order of the panels
+FULL_COLOUR_SPEEDUP = 4.0  # speed-up that has the full colour, and so has its inverse
+MAX_OPACITY = 0.75  # opacity of a square with the full colour
+MAX_ROWS = 44  # maximum number of rows of a panel; further ratios, in the middle, are left out
 
 
 def forest_figures(run: Run) -> list[Figure]:
@@ -28,7 +28,7 @@ def forest_figures(run: Run) -> list[Figure]:
     if not len(run.table):
         return []
     label = f"time ÷ {run.baseline.label}"
-    rows_by_phase = {phase: forest_rows(run, phase) for phase in MODEL_PHASES}
+    rows_by_phase = {phase: forest_rows(run, phase) for phase in PANEL_PHASES}
     panels = [
         forest(phase.capitalize(), ratio_rows, label)
         for phase, ratio_rows in rows_by_phase.items()
@@ -36,10 +36,12 @@ def forest_figures(run: Run) -> list[Figure]:
     ]
     if not panels:
         return []
-    dots_note = "One process per cell: the interval covers the noise within that process only. "
+    interval_note = "One process per cell, which gives no confidence interval. "
     if run.table["processes"].max() > 1:
-        dots_note = "Small dots: the ratio within each process. "
-    is_cut = any(len(_ratios_of_phase(run, phase)) > MAX_ROWS for phase in MODEL_PHASES)
+        interval_note = (
+            "Bars: 95 % confidence interval. Small dots: the ratio within each process. "
+        )
+    is_cut = any(len(_ratios_of_phase(run, phase)) > MAX_ROWS for phase in PANEL_PHASES)
     cut_note = f" Of more than {MAX_ROWS} ratios the smallest and the largest." if is_cut else ""
     has_verdicts = any(text.verdict(v) for v in run.table["verdict"])
     band_note = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
@@ -47,8 +49,8 @@ def forest_figures(run: Run) -> list[Figure]:
         Figure(
             "forest",
             f"Every ratio to {run.baseline.label}, with its confidence interval",
-            f"Bars: 95 % confidence interval. {dots_note}{band_note}Filled: the interval excludes "
-            f"1. Left of 1 the contender is faster.{cut_note}",
+            f"{interval_note}{band_note}Filled: the interval excludes 1. Left of 1 the contender "
+            f"is faster.{cut_note}",
             f"{run.table['cell'].nunique()} cells",
             panels,
         )
@@ -56,7 +58,7 @@ def forest_figures(run: Run) -> list[Figure]:
 
 
 def forest_rows(run: Run, phase: str) -> list[Row]:
-    """Return a row per ratio of a phase, smallest first; of more than MAX_ROWS only both ends.
+    """Return one row per ratio of a phase, smallest first; of more than MAX_ROWS only both ends.
 
     The run must be of one mode, as everywhere in this file.
     """
@@ -128,7 +130,7 @@ def speedup_figures(run: Run) -> list[Figure]:
     else:
         x, y, title = rows["label"], [sweep_point(run, row) for _, row in rows.iterrows()], ""
     for name, group in rows.assign(x=x, y=y, panel=title).groupby("panel", sort=False):
-        for phase in MODEL_PHASES:
+        for phase in PANEL_PHASES:
             phase_rows = group[group["phase"] == phase]
             entries = [speedup_square(row, row["x"], row["y"]) for _, row in phase_rows.iterrows()]
             drawing = squares(entries, AXIS_NAMES.get(x_axis, ""), AXIS_NAMES.get(y_axis, ""))

@@ -57,7 +57,7 @@ def measure_job(
         job: job to measure.
         session: run and process.
         seconds: budget for timing, for each child.
-        watch: function that is called about every POLL_SECONDS with the note of the child,
+        watch: function that is called about twice per second with the note of the child,
             "arm|activity".
     """
     begin_s = time.monotonic()

@@ -234,8 +234,7 @@ class Lookups:
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
     """Return the lookups, the distinct rows and the new rows of each batch.
 
-    The keys are "lookups", "rows" and "new". A row is new in the first batch that
-    looks it up.
+    The keys are "lookups", "rows" and "new". A row is new in the first batch that looks it up.
     """
     is_used = np.zeros(len(lookups.counts), bool)
     counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}

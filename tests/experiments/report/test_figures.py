@@ -44,7 +44,7 @@ def _texts(panel: Panel) -> list[str]:
 
 def test_every_figure_of_the_field_is_there_and_draws(plain: Run) -> None:
     hot = plain.in_mode("hot")
-    found = figures.figures(hot)
+    found = figures.timed_figures(hot)
     assert [f.name for f in found] == [
         "cost_and_memory",
         "forest",
@@ -104,6 +104,9 @@ def test_a_forest_that_is_cut_says_so(plain: Run, monkeypatch: pytest.MonkeyPatc
 def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=(*GRID, *NOTHING), replicates=1)))
     (figure,) = ratios.speedup_figures(run)
+    (forest,) = ratios.forest_figures(run)  # of one process per cell
+    assert "gives no confidence interval" in forest.caption
+    assert "Bars" not in forest.caption
     titles = [p.title for p in figure.panels]
     assert titles == [
         "TT rank 16, step",
@@ -246,7 +249,7 @@ def test_a_cell_alone_has_no_sweeps_and_no_map(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=words, replicates=1)))
     assert figures.sweep_figures(run) == []
     assert ratios.speedup_figures(run) == []
-    assert {f.name for f in figures.figures(run)} >= {"cost_and_memory", "forest", "roofline"}
+    assert {f.name for f in figures.timed_figures(run)} >= {"cost_and_memory", "forest", "roofline"}
 
 
 def test_the_share_of_new_keys_is_an_axis(tmp_path: Path) -> None:
@@ -263,7 +266,7 @@ def test_the_share_of_new_keys_is_an_axis(tmp_path: Path) -> None:
 
 
 def test_a_run_without_timed_cells_has_no_figures(plain: Run) -> None:
-    assert figures.figures(dataclasses.replace(plain, frames={}, records=[])) == []
+    assert figures.timed_figures(dataclasses.replace(plain, frames={}, records=[])) == []
 
 
 def test_strangers_get_a_colour_that_stays() -> None:
@@ -372,7 +375,7 @@ def test_long_names_leave_room_for_the_plot_and_keep_their_ends(
     points = run_path / "points.jsonl"
     points.write_text(points.read_text().replace('"label": "', f'"label": "{"a long name " * 12}'))
     with style.theme():
-        for figure in figures.figures(Run.read(run_path).in_mode("hot")):
+        for figure in figures.timed_figures(Run.read(run_path).in_mode("hot")):
             canvas = style.draw_sheet(figure, "")
             canvas.draw_without_rendering()
             for axes in canvas.axes[: len(figure.panels)]:

@@ -312,7 +312,7 @@ def test_three_processes_give_a_verdict_and_the_sentence_says_it(tmp_path: Path)
     memory, step, *_ = answer.tiles(run)
     assert (memory.style, step.style) == ("", "bad")
     table = section_table(run, "criteo")
-    verdicts = [r[table.heads.index("verdict")].text for r in table.rows]
+    verdicts = [r[table.headings.index("verdict")].text for r in table.rows]
     assert verdicts[0] == "baseline"
     assert set(verdicts[1:]) == {"slower"}
 
@@ -320,7 +320,7 @@ def test_three_processes_give_a_verdict_and_the_sentence_says_it(tmp_path: Path)
 def test_one_process_gives_none(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=SMALL, replicates=1)))
     assert "[one process]" in answer.answer(run)[0]
-    assert "verdict" not in section_table(run, "criteo").heads
+    assert "verdict" not in section_table(run, "criteo").headings
     assert any("neither an interval nor a verdict" in t for t in notes.how_to_read(run))
 
 

@@ -122,7 +122,7 @@ def test_what_is_of_another_device_is_in_the_table_and_in_no_figure(
 ) -> None:
     elsewhere, same = judge(run, device="h100_sxm5"), judge(run)
     for found, names in (([elsewhere], []), ([elsewhere, same], ["published"])):
-        monkeypatch.setattr(anchor_report.anchors, "judge_run", lambda run, found=found: found)
+        monkeypatch.setattr(anchor_report.published, "judge_run", lambda run, found=found: found)
         drawn = [f.name for f in anchor_report.figures(run) if f.name == "published"]
         assert drawn == names
         assert len(anchor_report.table(found).rows) == len(found)
