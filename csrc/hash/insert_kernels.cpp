@@ -284,9 +284,8 @@ EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
 // One of the two buckets of a key that chooses, and what these steps have found out about it. Other
 // keys are processed between two steps of a key.
 //   begin             prefetches the queue.
-//   prefetch_element  prefetches the entry of the first element or, if the queue is empty, the
-//   tags. read_element      reads that entry, which is usually the candidate. Otherwise it
-//   prefetches the
+//   prefetch_element  prefetches the entry of the first element, or the tags if the queue is empty.
+//   read_element      reads that entry, which is usually the candidate. Else it prefetches the
 //                     entry of the new first element, or all entries of a full bucket.
 //   finish            determines the candidate of a full bucket, or the number of empty slots.
 // A bucket whose queue is not empty is full, so its tags are not read.
