@@ -114,9 +114,9 @@ void counts_to_offsets(uint32_t* counters, int64_t num_streams, int64_t num_digi
 
 // Tuned constants: sizes are numbers of items, widths are bits of a digit. Few items are sorted by
 // narrow digits, because clearing and adding up the counters must not take longer than the pass.
-// Three of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on
-// the CPU against FBGEMM"), kUnbucketedDigitBits ("The CPU path") and kSmallInput ("Large
-// batches"). No comparison is recorded for the others.
+// Two of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on
+// the CPU against FBGEMM") and kSmallInput ("Large batches"). For the others no comparison is
+// recorded.
 inline constexpr int64_t kInsertionSortItems = 24;  // maximum of an insertion sort
 // Streams of counters (RadixPass): one for a bucket of at most kOneStreamItems, kCounterStreams for
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.

@@ -124,7 +124,9 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
     Raises:
         NotImplementedError: `use_mtia` is set, or a number format is another one.
         RuntimeError: `use_cpu` is not set, and torch sees no GPU.
-        ValueError: there is no table, or the table of a feature does not exist.
+        TypeError: a number of rows or a dim, or the table of a feature, is not an int.
+        ValueError: there is no table, the table of a feature does not exist, or `pooling_mode` is
+            unknown.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         self.current_device = self.bags.weights.device
         dims = [self.embedding_specs[t][1] for t in self.bags.feature_tables]
         self.total_D = sum(dims)
-        self.max_D = max(dims)
+        self.max_D = max(dims, default=0)
         self.weights_physical_offsets = [
             table.storage_offset() for table in self.split_embedding_weights()
         ]
@@ -626,16 +628,23 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
         Raises:
             NotImplementedError: rows are INT8, or the optimizer is OptimType.NONE.
+            ValueError: `lr` is negative or not finite in float32.
         """
         self._require_fused("set_learning_rate")
         self.bags.set_learning_rate(lr)
 
     def get_learning_rate(self) -> float:
-        """Return the learning rate; on the meta device, the argument."""
+        """Return the learning rate; on the meta device the argument, for OptimType.NONE 0.0."""
         return float(self.optimizer_args.learning_rate)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates so far; raise as `set_learning_rate` does."""
+        """Set the number of updates so far.
+
+        Raises:
+            NotImplementedError: rows are INT8, or the optimizer is OptimType.NONE.
+            TypeError: `step` is not an int.
+            ValueError: `step` is outside [0, 2^63).
+        """
         self._require_fused("set_optimizer_step")
         self.bags.set_step(step)
         if self._averaging is not None:
@@ -644,7 +653,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
         """Change some of `lr`, `eps`, `beta1`, `beta2`, `weight_decay` and `lower_bound`.
 
-        A hyperparameter that the optimizer does not have warns, and has no effect.
+        For a hyperparameter that the optimizer does not have, a warning is given, and nothing
+        changes.
 
         Raises:
             NotImplementedError: `params_dict` has another name, rows are INT8, or the optimizer is

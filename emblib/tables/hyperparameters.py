@@ -210,10 +210,10 @@ def group_entries_of(optimizer: Optimizer) -> dict[str, Any]:
 def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupChanges:
     """Convert some entries of a parameter group to changes of the optimizer of its tables.
 
-    Of the values of fields only `lr` is checked here; `with_changes` checks the others.
+    `lr` is converted by `float`. Values of fields are not checked here; `with_changes` checks them.
 
     Raises:
-        TypeError, ValueError: `lr` is not a number.
+        TypeError, ValueError: `float` refuses `lr`.
         ValueError: an entry would have an effect in `torch.optim`, but has none on these tables.
     """
     changes = GroupChanges({}, {})
@@ -245,7 +245,7 @@ def _is_known(name: str) -> bool:
 
 
 def _is_without_effect(name: str, value: Any) -> bool:
-    """Return whether the value of an entry has no effect, e.g. None, False or 0."""
+    """Return whether the value of an entry has no effect: None, or that of _UNSUPPORTED_ENTRIES."""
     return value is None or value == _UNSUPPORTED_ENTRIES.get(name, 0.0)
 
 

@@ -1,7 +1,8 @@
 """The interface of a kind of experiment: its cells, their measurement, their report.
 
-To add a kind, write a subclass of `Kind` and add a line to KINDS in `experiments/kinds`. By default
-a kind behaves like `time`, which times contenders side by side. Other packages read the attributes
+To add a kind, write a subclass of `Kind` and add a line to KINDS in `experiments/kinds`. A kind
+needs a `name` and a `measurement` with the function that measures a cell; all else has the defaults
+of the class attributes of `Kind`. Other packages read the attributes
 `cell_kinds`, `arms`, `measurement` and `reporting`. Functions are stated as "module:function", so
 that the command line loads neither torch nor matplotlib.
 """
@@ -332,7 +333,12 @@ class Kind:
 
 
 def load(target: str) -> Callable[..., Any]:
-    """Import the object that "module:name" refers to; raise ImportError or AttributeError."""
+    """Import the object that "module:name" refers to.
+
+    Raises:
+        ImportError, AttributeError: there is no such module or object.
+        ValueError: `target` is "".
+    """
     module_name, _, object_name = target.partition(":")
     target_object: Callable[..., Any] = getattr(importlib.import_module(module_name), object_name)
     return target_object

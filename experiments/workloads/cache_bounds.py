@@ -193,10 +193,10 @@ def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> flo
 
 
 def _cacheable_intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
-    """Return the distinct intervals [begin, end) of batches between two accesses to a row.
+    """Return the intervals [begin, end) of batches between two accesses to a row.
 
     The four arrays are: begin, end, the lookups served if a row is cached through the interval, and
-    the number of rows with such an interval. Batch 0 is the first counted one.
+    the number of rows for which these three are equal. Batch 0 is the first counted one.
     """
     next_accesses = trace.next_accesses()
     accesses = np.flatnonzero(next_accesses != NEVER)

@@ -1,8 +1,8 @@
-"""Operators that quantise rows, and conversions of bfloat16.
+"""Operators that quantise and dequantise rows, and conversions of bfloat16.
 
 A quantised row has codes of 2, 4 or 8 bits, one per value, and a scale and a minimum: a value is
 about `code * scale + minimum`. Tensors of rows need at least two dimensions, else RuntimeError is
-raised; conversions of bfloat16 take any shape.
+raised; `unpack_nbit` needs one, and conversions of bfloat16 take any shape.
 """
 
 import torch
@@ -106,7 +106,8 @@ for _target, _code in (("Float", 0), ("Half", 1), ("Bfloat16", 5)):
 def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     """Quantise rows `[..., D]` to codes of `bit_rate` bits, then float16 scale and minimum.
 
-    The result is uint8 `[..., D * bit_rate / 8 + 4]`; the first code is in the lowest bits.
+    The result is uint8 `[..., D * bit_rate / 8 + 4]`; the first code is in the lowest bits. A row
+    whose minimum or scale exceeds float16, 65,504, decodes to NaN, as in FBGEMM.
 
     Raises:
         RuntimeError: `input` has fewer than two dimensions.
@@ -187,7 +188,10 @@ for _target, _code in (("Float", 0), ("Half", 1)):
 
 @operator("FloatToBfloat16Quantized")
 def to_bfloat16(input: Tensor) -> Tensor:
-    """Round to the nearest bfloat16, ties away from zero; a NaN may become -0, as in FBGEMM."""
+    """Round to the nearest bfloat16, ties away from zero.
+
+    As in FBGEMM, a NaN may become 0, -0 or infinite.
+    """
     bits = input.float().view(torch.int32) + (1 << 15)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
