@@ -16,6 +16,7 @@ def shows_attribute_errors(getter: Callable[[_M], _R]) -> Callable[[_M], _R]:
     When a property raises AttributeError, Python calls `__getattr__` instead. `nn.Module` then
     reports that the property itself does not exist, and the real error is lost. Put this decorator
     below `property` or `cached_property` where a getter of a module does more than return a field.
+    `hasattr`, and `getattr` with a default, raise this RuntimeError too.
 
     Example:
         >>> from emblib.attribute_errors import shows_attribute_errors
@@ -30,11 +31,11 @@ def shows_attribute_errors(getter: Callable[[_M], _R]) -> Callable[[_M], _R]:
     """
 
     @functools.wraps(getter)
-    def get(module: _M) -> _R:
+    def wrapped_getter(module: _M) -> _R:
         try:
             return getter(module)
         except AttributeError as error:
             name = f"{type(module).__name__}.{getter.__name__}"
             raise RuntimeError(f"{name} raised AttributeError: {error}") from error
 
-    return get
+    return wrapped_getter

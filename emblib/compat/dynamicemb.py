@@ -11,11 +11,11 @@ or keep the imports, too:
     import emblib.compat.dynamicemb
     emblib.compat.dynamicemb.install()  # before anything imports dynamicemb
 
-`docs/dynamicemb.md` says what every option does here. These differ: tables also run on a CPU; the
-initial values of a row depend on the seed and the key only; the result of a batch does not depend
-on the number of threads; options that DynamicEmb ignores silently take effect or raise.
-DynamicEmb's inference tables are missing. The planner and the sharders work with
-`emblib.compat.torchrec`.
+`docs/dynamicemb.md` says what every option does here. Differences from DynamicEmb: tables also run
+on a CPU; the initial values of a row depend on the seed and the key only; the result of a batch
+does not depend on the number of threads; options that DynamicEmb silently ignores either take
+effect here or raise. DynamicEmb's inference tables are missing. The planner and the sharders work
+with `emblib.compat.torchrec`.
 """
 
 import sys as _sys
@@ -33,7 +33,7 @@ from emblib.compat import fbgemm_types as _fbgemm_types
 from emblib.compat import torchrec_types as _torchrec_types
 from emblib.compat.dynamicemb_helpers import RAISES as _RAISES
 
-_MODULES = {
+_NAMES_BY_MODULE = {
     "batched_dynamicemb_tables": (
         "BatchedDynamicEmbeddingTablesV2 encode_checkpoint_file_path "
         "encode_counter_checkpoint_file_path encode_meta_json_file_path find_files"
@@ -94,10 +94,11 @@ _MODULES = {
     ),
     "utils": "DTYPE_NUM_BYTES TORCHREC_TYPES torch_to_dyn_emb",
 }
-"""The modules of DynamicEmb that users import from, and their names."""
-# Names that this module has, and none of its submodules.
-_NAMES_OF_THIS_MODULE = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"
-# Modules that implement names. If several have a name, the first one has DynamicEmb's form of it.
+"""The names of each module of DynamicEmb that users import from, by the path below `dynamicemb`."""
+# Names of the module `dynamicemb` itself that no module below it has.
+_TOP_LEVEL_ONLY_NAMES = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"
+# Modules that implement names. If several define a name, the first in this order is used: it has
+# DynamicEmb's form.
 _IMPLEMENTING_MODULES: tuple[_ModuleType, ...] = (
     _dynamicemb_helpers,
     _dynamicemb_dump,
@@ -110,26 +111,27 @@ _IMPLEMENTING_MODULES: tuple[_ModuleType, ...] = (
 )
 
 
-def _find_names() -> dict[str, _Any]:
-    """Return the implementation of each name that does not raise, in alphabetical order."""
-    names = {name for text in (*_MODULES.values(), _NAMES_OF_THIS_MODULE) for name in text.split()}
-    values_by_name = {
+def _find_implementations() -> dict[str, _Any]:
+    """Return {name: implementation} for all names but those in `_RAISES`, sorted by name."""
+    texts = (*_NAMES_BY_MODULE.values(), _TOP_LEVEL_ONLY_NAMES)
+    names = {name for text in texts for name in text.split()}
+    implementations = {
         name: next(vars(m)[name] for m in _IMPLEMENTING_MODULES if name in vars(m))
         for name in names - _RAISES.keys()
     }
-    return dict(sorted(values_by_name.items()))
+    return dict(sorted(implementations.items()))
 
 
 def _make_modules() -> dict[str, _ModuleType]:
-    """Make the modules of `_MODULES` below this one, and register them in `sys.modules`.
+    """Make the modules of `_NAMES_BY_MODULE` below this one, and register them in `sys.modules`.
 
-    Return them by their paths below this module.
+    Return {path below this module: module}.
     """
-    implementations = _names | _RAISES
+    objects = _implementations | _RAISES
     modules: dict[str, _ModuleType] = {}
-    for path, names in _MODULES.items():
+    for path, names in _NAMES_BY_MODULE.items():
         module = _ModuleType(f"{__name__}.{path}", f"Names of DynamicEmb's module {path}.")
-        vars(module).update({name: implementations[name] for name in names.split()})
+        vars(module).update({name: objects[name] for name in names.split()})
         parent, _, last_name = path.rpartition(".")
         if parent:
             modules[parent].__path__ = []
@@ -141,11 +143,11 @@ def _make_modules() -> dict[str, _ModuleType]:
     return modules
 
 
-_names = _find_names()
-globals().update(_names | _RAISES)
+_implementations = _find_implementations()
+globals().update(_implementations | _RAISES)
 _modules = _make_modules()
 
-if _TYPE_CHECKING:  # type checkers cannot see the names that the table adds
+if _TYPE_CHECKING:  # type checkers cannot see the names of `_NAMES_BY_MODULE`
 
     def __getattr__(name: str) -> _Any: ...
 
@@ -171,4 +173,4 @@ def uninstall() -> None:
         _sys.modules.pop(name, None)
 
 
-__all__ = ["install", "uninstall", *_names]
+__all__ = ["install", "uninstall", *_implementations]

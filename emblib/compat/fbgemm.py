@@ -5,9 +5,9 @@ Change the import and keep the code:
     from emblib.compat.fbgemm import ComputeDevice, EmbeddingLocation, OptimType
     from emblib.compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 
-`docs/options.md` says what each option does here. These differ: `state_dict` has one entry per
-table for the weights and for each optimizer state; the optimizer's step counts updates, not
-forwards; the caller's indices and offsets are never written to. FBGEMM's own enum members and
+`docs/options.md` says what each option does here. Differences from FBGEMM: `state_dict` has one
+entry per table for the weights and for each optimizer state; the optimizer's step counts updates,
+not forwards; the caller's indices and offsets are never written to. FBGEMM's own enum members and
 option objects are accepted as well. TorchScript and the tensors inside FBGEMM's cache are missing.
 
 `install()` makes `import fbgemm_gpu` import these names, so that an unmodified TorchRec uses them.
@@ -198,10 +198,10 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         Args:
             indices: int32 or int64 `[L]`.
-            offsets: `[F * B + 1]`.
+            offsets: int32 or int64 `[F * B + 1]`.
             per_sample_weights: `[L]`, converted to float32; None for ones.
-            feature_requires_grad: `[F]`, 0 for features whose sample weights get no gradient; None
-                for none of them.
+            feature_requires_grad: `[F]` of any dtype, 0 for features whose sample weights get no
+                gradient; None if the weights of all features get one.
             batch_size_per_feature_per_rank: number of bags per feature and rank; None if all
                 features have B bags.
         """
@@ -295,9 +295,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self._make_tables(fbgemm_arguments.normalise(arguments))
+        self._initialise(fbgemm_arguments.normalise(arguments))
 
-    def _make_tables(self, arguments: SimpleNamespace) -> None:
+    def _initialise(self, arguments: SimpleNamespace) -> None:
         """Make the tables and all attributes; `arguments` is the result of `normalise`."""
         self.bags = _make_bags(arguments)
         with torch.no_grad():
@@ -342,27 +342,32 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
         Args:
             indices: int32 or int64 `[L]`.
-            offsets: `[F * B + 1]`.
+            offsets: int32 or int64 `[F * B + 1]`.
             per_sample_weights: `[L]`, converted to float32; None for ones.
-            feature_requires_grad: `[F]`, 0 for features whose sample weights get no gradient; None
-                for none of them.
+            feature_requires_grad: `[F]` of any dtype, 0 for features whose sample weights get no
+                gradient; None if the weights of all features get one.
             batch_size_per_feature_per_rank: number of bags per feature and rank; None if all
                 features have B bags.
             total_unique_indices: number of distinct rows in the batch, if known. Only
                 OptimType.NONE uses it.
             hash_zch_identities: ignored.
             hash_zch_runtime_meta: ignored.
-            vbe_output: contiguous tensor that the output is written to and that is returned.
-            vbe_output_offsets: first element in `vbe_output` of rank r and feature f, `[ranks, F]`.
+            vbe_output: contiguous tensor that the output is written to, converted to its dtype, and
+                that is returned. It must be on the device of the output.
+            vbe_output_offsets: index in the flattened `vbe_output` of the first element of each
+                rank and feature, int64 `[ranks, F]`.
 
         Raises:
+            IndexError: on a CPU, an element of the output has no place in `vbe_output`.
             NotImplementedError: there are batch sizes, and rows are INT8 or
                 `use_writeback_bwd_prehook` is set.
             ValueError: only some of `vbe_output`, its offsets and batch sizes are passed, or the
                 offsets are not `[ranks, F]`.
         """
-        is_passed = vbe_output is not None, vbe_output_offsets is not None
-        if any(is_passed) and not (all(is_passed) and batch_size_per_feature_per_rank):
+        vbe_arguments_given = vbe_output is not None, vbe_output_offsets is not None
+        if any(vbe_arguments_given) and not (
+            all(vbe_arguments_given) and batch_size_per_feature_per_rank
+        ):
             raise ValueError(
                 "vbe_output, vbe_output_offsets and batch_size_per_feature_per_rank go together"
             )
@@ -417,7 +422,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         lookup = functools.partial(self.bags, indices, offsets, weights, batch_sizes=batch_sizes)
         if torch.compiler.is_compiling() and not self._needs_python_hooks():
             return lookup()
-        self._begin_step(indices)
+        self._begin_forward(indices)
         with self._counters.counting():
             output = lookup()
         if self._num_prefetched:
@@ -450,20 +455,20 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, VBEMetadata]:
-        """Check and repair a batch; return its indices, offsets, weights and layout.
+        """Check and repair a batch; return its indices, offsets, weights and VBE metadata.
 
         `forward` does not need this call. `bounds_check_mode` decides whether invalid input raises,
         is repaired or, with NONE, is returned as it is. The host waits for a GPU.
 
         Args:
             indices: int32 or int64 `[L]`; copied.
-            offsets: `[F * B + 1]`; copied, and converted to the dtype of the indices.
+            offsets: int32 or int64 `[F * B + 1]`; copied, in the dtype of the indices.
             per_sample_weights: `[L]`; converted to float32.
             batch_size_per_feature_per_rank: number of bags per feature and rank, or None.
             force_cast_input_types: ignored.
             prefetch_pipeline: ignored.
-            vbe_output: output tensor, which the layout stores.
-            vbe_output_offsets: first output elements, which the layout stores.
+            vbe_output: output tensor, stored in the metadata.
+            vbe_output_offsets: offsets as for `forward`, stored in the metadata.
 
         Raises:
             RuntimeError: tensors do not fit each other, or an index or offset is invalid in mode
@@ -472,10 +477,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         batch_sizes = batch_size_per_feature_per_rank
         indices = self._cast_indices(indices).clone()
         offsets = offsets.to(indices.dtype, copy=True)
-        layout = VBEMetadata.from_batch_sizes(
+        vbe_metadata = VBEMetadata.from_batch_sizes(
             batch_sizes, [self.dims[t] for t in self.feature_table_map]
-        )
-        layout = layout._replace(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
+        )._replace(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
         mode = self._arguments.bounds_check_mode.name.removeprefix("V2_")
         bucketize.bounds_check_indices(
             self.rows_per_table,
@@ -484,12 +488,14 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             BoundsCheckMode[mode].value,
             torch.zeros(1, dtype=torch.int64, device=indices.device),
             per_sample_weights,
-            layout.B_offsets,
+            vbe_metadata.B_offsets,
         )
         weights = None if per_sample_weights is None else per_sample_weights.float()
         device = indices.device
-        moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
-        return indices, offsets, weights, VBEMetadata(*moved)
+        on_device: list[Any] = [
+            entry.to(device) if isinstance(entry, Tensor) else entry for entry in vbe_metadata
+        ]
+        return indices, offsets, weights, VBEMetadata(*on_device)
 
     def _needs_python_hooks(self) -> bool:
         """Return whether a forward runs other Python code than the lookup, which breaks a graph."""
@@ -497,7 +503,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         is_reported = self._report is not None or self._counters.is_active
         return is_reported or writes_back or self._averaging is not None
 
-    def _begin_step(self, indices: Tensor) -> None:
+    def _begin_forward(self, indices: Tensor) -> None:
         """Count a forward, average rows if it is time to, and report the input."""
         self.step += 1
         if self._averaging is not None and self.training:
@@ -540,20 +546,22 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
         Args:
             indices: int32 or int64 `[L]`.
-            offsets: `[F * B + 1]`.
+            offsets: int32 or int64 `[F * B + 1]`.
             forward_stream: stream on which `forward` will run; the current stream prefetches.
             batch_size_per_feature_per_rank: number of bags per feature and rank, or None.
 
         Raises:
-            ValueError: both streams are the same, in the first call with a `forward_stream`.
+            ValueError: `forward_stream` is the current stream. Only calls until the first one with
+                another `forward_stream` are checked.
         """
         if forward_stream is not None and self.prefetch_stream is None:
-            self.prefetch_stream = torch.cuda.current_stream(self.current_device)
-            if self.prefetch_stream == forward_stream:
+            prefetch_stream = torch.cuda.current_stream(self.current_device)
+            if prefetch_stream == forward_stream:
                 raise ValueError(
                     "prefetch and forward_stream must be on different streams: call "
                     "prefetch within torch.cuda.stream(another)"
                 )
+            self.prefetch_stream = prefetch_stream
         indices = self._cast_indices(indices)
         timer_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._report is not None and self._counters.has_cache:
@@ -567,6 +575,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                 tensor.record_stream(torch.cuda.current_stream(self.current_device))
 
     def _report_cache(self, indices: Tensor) -> None:
+        """Report the cache after a prefetch of a batch, if there are a cache and a reporter."""
         if self._report is not None and self._counters.has_cache:
             dtype = self.bags.cache.dtype or self.bags.precision.weights
             self._report.report_prefetch(indices, dtype.itemsize * self.max_D_cache)
@@ -594,17 +603,27 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def get_uvm_cache_stats(self, use_local_cache: bool = False) -> Tensor:
         """Return the counts of `UVMCacheStatsIndex`, int64 `[6]`, since the last reset.
 
-        With `use_local_cache` they are the counts of the last batch. RuntimeError is raised, here
-        and by the next two methods, if `gather_uvm_cache_stats` is not set.
+        With `use_local_cache` they are the counts of the last batch.
+
+        Raises:
+            RuntimeError: `gather_uvm_cache_stats` is not set.
         """
         return self._counters.uvm_stats(local=use_local_cache)
 
     def reset_uvm_cache_stats(self) -> None:
-        """Reset the counts to zero."""
+        """Reset the counts of `get_uvm_cache_stats` to zero.
+
+        Raises:
+            RuntimeError: `gather_uvm_cache_stats` is not set.
+        """
         self._counters.reset()
 
     def print_uvm_cache_stats(self, use_local_cache: bool = False) -> None:
-        """Log the counts per batch since the last log, or the counts of the last batch."""
+        """Log the counts per batch since the last log, or the counts of the last batch.
+
+        Raises:
+            RuntimeError: `gather_uvm_cache_stats` is not set.
+        """
         self.log(f"uvm_cache_stats={self._counters.counts_per_call(local=use_local_cache)}")
 
     def get_cache_miss_counter(self) -> Tensor:

@@ -239,7 +239,7 @@ class DynamicState:
             ValueError: the optimizer cannot have the numbers; nothing is changed.
         """
         if (module := self.owner()) is not None:
-            hyperparameters.set_saved_fields(module, values)
+            hyperparameters.set_fields_from_hyperparams(module, values)
         in_grad_mode(self.hyperparams.copy_, enabled=False)(values)
 
     def copy_policy_state(

@@ -37,7 +37,8 @@ class Eviction(OptionEnum):
     NONE      none: no key is evicted, and new keys of full buckets are refused
     ========  =================================================================
 
-    Of keys with equal values the smallest is evicted. Keys of the current batch are never evicted.
+    Of keys with equal values the smallest key is evicted first. Keys of the current batch are never
+    evicted.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)
@@ -161,7 +162,8 @@ class CountMinSketch:
 class PerFeature:
     """Give one value to each feature that reads a table, in the order of the features.
 
-    `FrequencyAdmission.threshold` and `DynamicSpec.ttl` take it for tables that features share.
+    `FrequencyAdmission.threshold` and `DynamicSpec.ttl` take it for tables that features share. A
+    module with features raises ValueError if a table has another number of values than features.
 
     Args:
         values: the values, at least one. The ttl of a feature may be None: a key that this feature
@@ -298,8 +300,8 @@ class DynamicSpec:
         admission: requirement for a key to be inserted; None inserts all keys.
         ttl: time without use after which a key expires. An int counts training forwards of the
             module, a `datetime.timedelta` is wall-clock time; with None keys do not expire. With a
-            `PerFeature` a key expires when each feature that has used it did so longer ago than its
-            own ttl.
+            `PerFeature` each feature has its own ttl: a key expires when the ttls of all features
+            that have used it are over.
         on_insert_failure: reaction of a training forward to keys that found no slot.
         fallback_rows: number of additional rows that keys without a row share. A hash of the key
             selects the row that it reads and, in training, updates. With 0, such keys read
@@ -308,7 +310,7 @@ class DynamicSpec:
     Raises:
         TypeError: `capacity`, `dim`, `initial_capacity`, `fallback_rows` or a step of `ttl` is not
             an int; or `initializer` or `admission` has another type.
-        ValueError: a number is out of range, a float is not a number, `name` is not a string or has
+        ValueError: a number is out of range or not finite, `name` is not a string or has
             dots, or an option is unknown; or `fallback_rows` is set together with a `default_value`
             other than 0 or with `FrequencyAdmission.reads`, which would have no effect.
 
@@ -398,7 +400,7 @@ class DynamicSpec:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows for which memory is reserved: `capacity`, rounded up to 32."""
+        """Return the maximum number of rows: `capacity`, rounded up to a multiple of 32."""
         return self.max_buckets * SLOTS_PER_BUCKET
 
     @property

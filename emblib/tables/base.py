@@ -349,7 +349,7 @@ class FusedTables(nn.Module):
             ValueError: the optimizer cannot have the numbers; nothing is changed.
         """
         batches.check_tensor("values", values)
-        hyperparameters.set_saved_fields(self, values)
+        hyperparameters.set_fields_from_hyperparams(self, values)
         self.hyperparams.copy_(values)
 
     def initial_hyperparams(self) -> Tensor:
@@ -505,7 +505,7 @@ class FusedTables(nn.Module):
             return
         hyperparams = state_dict.get(f"{prefix}hyper")
         if isinstance(hyperparams, Tensor) and hyperparams.shape == self.hyperparams.shape:
-            hyperparameters.set_saved_fields(self, hyperparams)
+            hyperparameters.set_fields_from_hyperparams(self, hyperparams)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
 

@@ -2,9 +2,9 @@
 
 A module of tables has its hyperparameters twice. `module.optimizer` is a dataclass with fields.
 `module.hyperparams` is the tensor that kernels read, with the entries of `Hyper`. `set_fields`
-changes both; `set_saved_fields` changes the first, by saved values of the second. Parameter groups
-of `torch.optim` are a third form: `group_entries_of` and `changes_of_group` convert between fields
-and entries of a group.
+changes both. `set_fields_from_hyperparams` sets the dataclass to saved values of the tensor; the
+caller copies the tensor. Parameter groups of `torch.optim` are a third form: `group_entries_of` and
+`changes_of_group` convert between fields and entries of a group.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,10 @@ class Observer(Protocol):
     """Observer of the hyperparameters of modules, such as a parameter group; must be hashable."""
 
     def update(self, module: HasHyperparams, lr: float | None) -> None:
-        """React to changed fields of `module.optimizer`, and a changed rate unless `lr` is None."""
+        """React to a change; `notify_observers` calls this.
+
+        Fields of `module.optimizer` have changed. `lr` is the new rate, None if the rate stayed.
+        """
 
 
 _observers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
@@ -75,43 +78,45 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
         ValueError: a field cannot have its value, or the changes would make another kind of
             optimizer: with other states or kernels, or with another `deferred`.
     """
-    changed = replace(optimizer, **changes)
-    if (changed.name, changed.states) != (optimizer.name, optimizer.states):
+    changed_optimizer = replace(optimizer, **changes)
+    if (changed_optimizer.name, changed_optimizer.states) != (optimizer.name, optimizer.states):
         raise ValueError(
-            f"{dict(changes)} make another kind of optimizer, {changed.name} with the states "
-            f"{[state.name for state in changed.states]}; make a new module and load the "
-            "weights into it"
+            f"{dict(changes)} make another kind of optimizer, {changed_optimizer.name} with the "
+            f"states {[state.name for state in changed_optimizer.states]}; make a new module and "
+            "load the weights into it"
         )
-    if changed.deferred != optimizer.deferred:
+    if changed_optimizer.deferred != optimizer.deferred:
         raise ValueError(
             "deferred is fixed when a module is made, since it decides which parameters have "
             "gradients: make a new module and load the weights into it"
         )
-    return changed
+    return changed_optimizer
 
 
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     """Change fields of a module's optimizer and its `hyperparams`, and notify its observers.
 
     Step and seed stay. Without `lr` among the changes the learning rate stays, too; the host then
-    waits for the device to read it. Raises the errors of `with_changes`, before anything changes.
+    waits for the device to read it. Raises the errors of `with_changes` too, before any change.
+
+    Raises:
+        RuntimeError: the module is on the meta device, and `lr` is not among the changes.
     """
     if "lr" not in changes:
         changes = {**changes, "lr": module.learning_rate}
-    changed = with_changes(module.optimizer, changes)
-    module.optimizer = changed
+    module.optimizer = with_changes(module.optimizer, changes)
     values = module.initial_hyperparams()
-    if isinstance(getattr(changed, "counter", None), Counter):
+    if isinstance(getattr(module.optimizer, "counter", None), Counter):
         values = values[:-1]  # the last entry, the largest row count, is measured, not set
     # Not copied: the step, which another thread may be counting, and the seed, which may come from
     # a checkpoint.
     optimizer_args = slice(Hyper.OPTIMIZER_ARGS, len(values))
     for entries in (slice(Hyper.STEP), slice(Hyper.L2, Hyper.SEED), optimizer_args):
         module.hyperparams[entries].copy_(values[entries])
-    notify_observers(module, changed.lr)
+    notify_observers(module, module.optimizer.lr)
 
 
-def set_saved_fields(module: HasHyperparams, saved: Tensor) -> None:
+def set_fields_from_hyperparams(module: HasHyperparams, saved: Tensor) -> None:
     """Set the fields of `module.optimizer` to saved `hyperparams`, and notify its observers.
 
     `module.hyperparams` does not change: the caller copies `saved` there. `saved` is `[n]`, of any
@@ -121,8 +126,9 @@ def set_saved_fields(module: HasHyperparams, saved: Tensor) -> None:
     Raises:
         ValueError: the optimizer cannot have the values; nothing changes.
     """
-    if (changed := with_saved_hyperparams(module.optimizer, saved)) is not None:
-        module.optimizer, lr = changed
+    restored = with_saved_hyperparams(module.optimizer, saved)
+    if restored is not None:
+        module.optimizer, lr = restored
         notify_observers(module, lr)
 
 
@@ -178,12 +184,13 @@ class GroupChanges(NamedTuple):
 
     Attributes:
         fields: new values of fields of the optimizer, by name.
-        entries: the same entries, as the group must store them. Values of known names (`_is_known`)
-            are Python numbers or tuples of them; other values are unchanged.
+        stored_entries: the entries given, with the values that the group must store. Values of
+            known entries (`_is_known_entry`) are Python numbers or tuples of them; other values are
+            unchanged.
     """
 
     fields: dict[str, Any]
-    entries: dict[str, Any]
+    stored_entries: dict[str, Any]
 
 
 def group_entries_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -218,7 +225,9 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
     """
     changes = GroupChanges({}, {})
     field_names = {field.name for field in fields(optimizer)}
-    values = {name: _as_python_numbers(value) for name, value in entries.items() if _is_known(name)}
+    values = {
+        name: _as_python_numbers(value) for name, value in entries.items() if _is_known_entry(name)
+    }
     for name, value in values.items():
         if name in field_names and name not in _DECAY_ENTRIES:
             changes.fields[name] = scheduled_rate(float(value)) if name == "lr" else value
@@ -232,14 +241,16 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
     if values.keys() & _DECAY_ENTRIES:
         changes.fields["weight_decay"] = _convert_decay(optimizer, values)
     for name, value in entries.items():
-        changes.entries[name] = changes.fields.get(name, values.get(name, value))
+        changes.stored_entries[name] = changes.fields.get(name, values.get(name, value))
     if "weight_decay" in entries:
         decay = changes.fields["weight_decay"]
-        changes.entries["weight_decay"] = 0.0 if decay is None else getattr(decay, "rate", decay)
+        changes.stored_entries["weight_decay"] = (
+            0.0 if decay is None else getattr(decay, "rate", decay)
+        )
     return changes
 
 
-def _is_known(name: str) -> bool:
+def _is_known_entry(name: str) -> bool:
     """Return whether an entry of this name has an effect in some optimizer of torch or emblib."""
     return name in _FIELDS or name in _UNSUPPORTED_ENTRIES or name in _DECAY_ENTRIES
 

@@ -8,13 +8,13 @@ streams, and its copies to the host wait, as with any tensor on the GPU.
 Torch imports tensors of other libraries through DLPack. A capsule of the pinned tensor is exported,
 its device is replaced by the GPU, and it is imported again:
 
-    CUDA tensor and its views -> capsule -> ctypes array -> Mapping -> pinned memory
+    CUDA tensor and its views -> capsule -> ctypes array -> PinnedMapping -> pinned memory
 
 Each object keeps the next one alive. Torch's allocator reuses freed pinned memory at once, because
-it does not know of kernels that use the memory in place. So a `Mapping`, which is deleted after the
-last view, waits for its GPU before it frees the memory. A wait would invalidate the capture of a
-graph, so while the current stream captures, the memory is kept until a later `Mapping` is deleted
-outside a capture. A capture on another stream is not noticed.
+it does not know of kernels that use the memory in place. So a `PinnedMapping`, which is deleted
+after the last view, waits for its GPU before it frees the memory. A wait would invalidate the
+capture of a graph, so while the current stream captures, the memory is kept until a later
+`PinnedMapping` is deleted outside a capture. A capture on another stream is not noticed.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-_DL_CUDA = 2  # DLPack's kDLCUDA
+_CUDA_DEVICE_TYPE = 2  # DLPack's kDLCUDA
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 # Memory of deleted mappings, and its GPU, for which the host has not waited yet.
-_unfreed: deque[tuple[Tensor, torch.device]] = deque()
+_memory_to_free: deque[tuple[Tensor, torch.device]] = deque()
 
 
 class _DLTensor(ctypes.Structure):
@@ -46,11 +46,11 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-class Mapping:
-    """The use of pinned memory by a GPU, which ends when this object is deleted.
+class PinnedMapping:
+    """Keep pinned memory while a GPU uses it; the deletion waits for the GPU and frees the memory.
 
-    The deletion waits for the GPU and then frees the memory; during the capture of a graph, a later
-    deletion does both. `device` must have an index: the current GPU may be another one by then.
+    During the capture of a graph, the deletion of a later `PinnedMapping` does both. `device` must
+    have an index: the current GPU may be another one by then.
     """
 
     def __init__(self, pinned: Tensor, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Mapping:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        _unfreed.append((self._pinned, self._device))
+        _memory_to_free.append((self._pinned, self._device))
         with contextlib.suppress(RuntimeError):  # an error of a kernel is raised by other calls
             _free_memory()
 
@@ -75,7 +75,7 @@ def _free_memory() -> None:
     freed = []  # on return, after the waits
     with contextlib.suppress(IndexError):  # other threads may pop some of them
         while True:
-            freed.append(_unfreed.popleft())
+            freed.append(_memory_to_free.popleft())
     for device in {device for _, device in freed}:
         torch.cuda.synchronize(device)
 
@@ -90,7 +90,8 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
 
     Raises:
         ValueError: the tensor has elements and is not pinned.
-        RuntimeError: this torch has another version of DLPack.
+        RuntimeError: this torch has another version of DLPack. The host has then waited for the GPU
+            as after a deletion.
     """
     if pinned.numel() == 0:
         return torch.empty(0, dtype=pinned.dtype, device=device)
@@ -98,14 +99,14 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
         raise ValueError("a GPU reads only pinned host memory in place; use .pin_memory()")
     buffer = (ctypes.c_char * pinned.nbytes).from_address(pinned.data_ptr())
     index = torch.cuda.current_device() if device.index is None else device.index
-    buffer.mapping = Mapping(pinned, torch.device("cuda", index))  # type: ignore[attr-defined]
+    buffer.mapping = PinnedMapping(pinned, torch.device("cuda", index))  # type: ignore[attr-defined]
     capsule = dlpack.to_dlpack(torch.frombuffer(buffer, dtype=pinned.dtype))
-    problem = "this torch exports tensors in another format than DLPack's first one"
+    format_error = "this torch exports tensors in another format than DLPack's first one"
     try:
         exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
     except ValueError as error:  # the capsule of a later version has another name
-        raise RuntimeError(problem) from error
+        raise RuntimeError(format_error) from error
     if exported.data != pinned.data_ptr():
-        raise RuntimeError(problem)
-    exported.device_type, exported.device_id = _DL_CUDA, index
+        raise RuntimeError(format_error)
+    exported.device_type, exported.device_id = _CUDA_DEVICE_TYPE, index
     return dlpack.from_dlpack(capsule)

@@ -201,7 +201,7 @@ class TableBatchedEmbeddingBags(FusedTables):
                 self.hyperparams[: len(stored_hyperparams)] = torch.tensor(
                     stored_hyperparams, dtype=torch.float64, device="cpu"
                 )
-                hyperparameters.set_saved_fields(self, self.hyperparams)
+                hyperparameters.set_fields_from_hyperparams(self, self.hyperparams)
             for t, (spec, views) in enumerate(zip(self.tables, self.table_views(), strict=True)):
                 if stored_hyperparams is not None and spec.placement is Placement.DISK:
                     continue
@@ -752,7 +752,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             sources = state_dicts.without_shared_memory(sources, targets)
             self.flush()
         if "hyper" in sources:
-            hyperparameters.set_saved_fields(self, sources["hyper"])
+            hyperparameters.set_fields_from_hyperparams(self, sources["hyper"])
         if self.hyperparams.is_meta and metadata.get(state_dicts.ASSIGN):
             self.to_empty(device=next(iter(sources.values())).device)
         elif self.hyperparams.is_meta:

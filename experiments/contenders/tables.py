@@ -53,7 +53,7 @@ class BatchedTables(OneModule):
         return read_rows(weights, batch, self.task)
 
 
-class Managed(BatchedTables):
+class ManagedTables(BatchedTables):
     """Tables in managed memory: host memory, which the kernels of a GPU read over the bus."""
 
     placement = emblib.Placement.MANAGED
@@ -61,14 +61,14 @@ class Managed(BatchedTables):
 
     def _cache(self) -> emblib.CacheConfig:
         sets = cache_sets(self.task.shapes, self.task.cache)
-        return emblib.CacheConfig(policy=self.policy, sets=sets, directory=self._directory())
+        return emblib.CacheConfig(policy=self.policy, sets=sets, directory=self._make_directory())
 
-    def _directory(self) -> str | None:
-        """Return the folder of tables on disk; None for tables in memory."""
+    def _make_directory(self) -> str | None:
+        """Create and return the folder of tables on disk; None for tables in memory."""
         return None
 
 
-class CachedLRU(Managed):
+class CachedLRU(ManagedTables):
     """Tables in host memory, behind an LRU cache in device memory."""
 
     placement = emblib.Placement.MANAGED_CACHING
@@ -80,6 +80,7 @@ class CachedLRU(Managed):
             "lookup_hits": int(stats.lookups - stats.lookup_misses),
             "rows": int(stats.unique),
             "row_hits": int(stats.unique - stats.unique_misses),
+            # Distinct rows that missed and got no place in the full set of the cache.
             "conflicts": int(stats.conflict_unique_misses),
         }
 
@@ -98,8 +99,8 @@ class DiskLRU(CachedLRU):
 
     placement = emblib.Placement.DISK
 
-    def _directory(self) -> str:
-        """Create the folder, which is deleted with this contender."""
+    def _make_directory(self) -> str:
+        """Create and return the folder, which is deleted with this contender."""
         if self.task.device.type != "cpu":
             raise Unsupported("tables on disk are for modules on the CPU")
         self.directory = tempfile.TemporaryDirectory(

@@ -97,6 +97,17 @@ def test_the_reporter_is_told_what_fbgemm_tells(gather: bool) -> None:
     assert pickle.loads(pickle.dumps(module)).stats_reporter.events == events
 
 
+def test_prefetch_refuses_the_stream_of_forward_at_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, stream = make(CACHED), object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="different streams"):
+            module.prefetch(INDICES, OFFSETS, forward_stream=stream)
+    assert module.prefetch_stream is None
+
+
 def test_reporters_are_made_by_their_config(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(AssertionError, match="interval"):
         make(stats_reporter_config=fbgemm.TBEStatsReporterConfig(interval=1))

@@ -165,7 +165,7 @@ class _GroupTables:
                 self._is_writing = False
             self._optimizer = changed
             self.show()
-        return changes.entries
+        return changes.stored_entries
 
     def convert(self, entries: dict[str, Any]) -> tuple[hyperparameters.GroupChanges, Optimizer]:
         """Return the changes that entries make, and the optimizer with them.

@@ -11,9 +11,8 @@ from torch import Tensor
 from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
-_MAX_CODE = 255.0  # largest code of 8 bits
+_MAX_CODE_8BIT = 255.0
 _EPS = 1e-8  # FBGEMM's; prevents a division by 0 for rows of one value
-_HALF_HEADER_BYTES = 4  # bytes of scale and minimum in float16
 
 
 def _minimum_and_maximum(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,14 +33,16 @@ def _contiguous_copy(values: Tensor) -> Tensor:
 
 
 def to_fused_8bit(t: Tensor) -> Tensor:
-    """Quantise rows `[..., D]` to uint8 `[..., D + 8]`: codes, then float32 scale and minimum."""
+    """Quantise rows `[..., D]` to uint8 `[..., D + 8]`: codes, then float32 scale and minimum.
+
+    Rows of any real dtype are converted to float32 first.
+    """
     check_rows("t", t)
-    low, high = _minimum_and_maximum(t)
-    value_range = high - low
-    codes = ((t.float() - low) * (_MAX_CODE / (value_range + _EPS))).round().clamp(0, _MAX_CODE)
-    return torch.cat(
-        [codes.to(torch.uint8), _as_bytes(value_range / _MAX_CODE), _as_bytes(low)], dim=-1
-    )
+    minimum, maximum = _minimum_and_maximum(t)
+    value_range = maximum - minimum
+    codes = (t.float() - minimum) * (_MAX_CODE_8BIT / (value_range + _EPS))
+    codes = codes.round().clamp(0, _MAX_CODE_8BIT).to(torch.uint8)
+    return torch.cat([codes, _as_bytes(value_range / _MAX_CODE_8BIT), _as_bytes(minimum)], dim=-1)
 
 
 for _source in ("Float", "Half", "FloatOrHalf"):
@@ -72,29 +73,37 @@ def fused_8bit_to_float(
         quant_padding_float_type or not scale_bias_last,
         "float16 scale and minimum (quant_padding_float_type=False) are at the start of a row",
     )
-    header_dtype = torch.float32 if quant_padding_float_type else torch.float16
-    codes, header = _split_rows(input, 2 * header_dtype.itemsize, header_last=scale_bias_last)
-    return _decode(codes, header, header_dtype, output_dtype)
+    scale_dtype = torch.float32 if quant_padding_float_type else torch.float16
+    codes, scale, minimum = _split_rows(input, scale_dtype, scale_bias_last=scale_bias_last)
+    return _decode(codes, scale, minimum, output_dtype)
 
 
-def _split_rows(rows: Tensor, header_bytes: int, *, header_last: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the codes, and of scale and minimum, which take `header_bytes` bytes."""
+def _split_rows(
+    rows: Tensor, scale_dtype: torch.dtype, *, scale_bias_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bytes of the codes `[..., C]`, and scale and minimum, float32 `[..., 1]`.
+
+    In `rows` scale and minimum are of `scale_dtype`, after the codes or before them.
+    """
     check_rows("input", rows)
+    num_bytes = 2 * scale_dtype.itemsize  # of scale and minimum
     check(
-        rows.dtype == torch.uint8 and rows.size(-1) >= header_bytes,
-        f"input must be uint8 rows of at least {header_bytes} bytes, the scale and minimum, got "
+        rows.dtype == torch.uint8 and rows.size(-1) >= num_bytes,
+        f"input must be uint8 rows of at least {num_bytes} bytes, the scale and minimum, got "
         f"{rows.dtype} {list(rows.shape)}",
     )
-    if header_last:
-        return rows[..., : rows.size(-1) - header_bytes], rows[..., rows.size(-1) - header_bytes :]
-    return rows[..., header_bytes:], rows[..., :header_bytes]
+    if scale_bias_last:
+        codes, scale_and_minimum = rows.split([rows.size(-1) - num_bytes, num_bytes], dim=-1)
+    else:
+        scale_and_minimum, codes = rows.split([num_bytes, rows.size(-1) - num_bytes], dim=-1)
+    values = _contiguous_copy(scale_and_minimum).view(scale_dtype).float()
+    return codes, values[..., :1], values[..., 1:]
 
 
-def _decode(codes: Tensor, header: Tensor, header_dtype: torch.dtype, output_dtype: int) -> Tensor:
-    """Return `codes * scale + minimum`; `header` has the bytes of scale and minimum."""
+def _decode(codes: Tensor, scale: Tensor, minimum: Tensor, output_dtype: int) -> Tensor:
+    """Return `codes * scale + minimum` in the dtype with the code `output_dtype`."""
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
-    scale, low = _contiguous_copy(header).view(header_dtype).float().unsqueeze(-1).unbind(-2)
-    return (codes.float() * scale + low).to(DTYPES[output_dtype])
+    return (codes.float() * scale + minimum).to(DTYPES[output_dtype])
 
 
 for _target, _code in (("Float", 0), ("Half", 1), ("Bfloat16", 5)):
@@ -106,38 +115,39 @@ for _target, _code in (("Float", 0), ("Half", 1), ("Bfloat16", 5)):
 def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     """Quantise rows `[..., D]` to codes of `bit_rate` bits, then float16 scale and minimum.
 
-    The result is uint8 `[..., D * bit_rate / 8 + 4]`; the first code is in the lowest bits. A row
-    whose minimum or scale exceeds float16, 65,504, decodes to NaN, as in FBGEMM.
+    The result is uint8 `[..., D * bit_rate / 8 + 4]`; the first code is in the lowest bits. Rows of
+    any real dtype are converted to float32 first. A row whose minimum or scale exceeds float16,
+    65,504, decodes to NaN, as in FBGEMM.
 
     Raises:
         RuntimeError: `input` has fewer than two dimensions.
         ValueError: the bit rate is not 2, 4 or 8, or the codes of a row do not fill whole bytes.
     """
-    _check_bits(bit_rate)
+    _check_bit_rate(bit_rate)
     check_rows("input", input)
     codes_per_byte = 8 // bit_rate
     if input.size(-1) % codes_per_byte:
         raise ValueError(f"rows of {bit_rate} bits need a multiple of {codes_per_byte} columns")
-    low, high = _minimum_and_maximum(input)
-    low = low.half()
-    largest_code = 2**bit_rate - 1
-    value_range = high - low.float()
-    scale = torch.where(value_range == 0, 1.0, value_range / largest_code).half()
+    minimum, maximum = _minimum_and_maximum(input)
+    minimum = minimum.half()
+    max_code = 2**bit_rate - 1
+    value_range = maximum - minimum.float()
+    scale = torch.where(value_range == 0, 1.0, value_range / max_code).half()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     inverse_scale = 1.0 / scale.float()
     is_too_small = inverse_scale.isinf()
     scale = torch.where(is_too_small, torch.ones_like(scale), scale)
     inverse_scale = torch.where(is_too_small, torch.ones_like(inverse_scale), inverse_scale)
     codes = (
-        ((input.float() - low.float()) * inverse_scale)
+        ((input.float() - minimum.float()) * inverse_scale)
         .round()
-        .clamp(0, largest_code)
+        .clamp(0, max_code)
         .to(torch.uint8)
     )
     packed = codes[..., 0::codes_per_byte].clone()
     for code_position in range(1, codes_per_byte):
         packed |= codes[..., code_position::codes_per_byte] << (code_position * bit_rate)
-    return torch.cat([packed, _as_bytes(scale), _as_bytes(low)], dim=-1)
+    return torch.cat([packed, _as_bytes(scale), _as_bytes(minimum)], dim=-1)
 
 
 for _source in ("Float", "Half", "FloatOrHalf"):
@@ -146,7 +156,7 @@ for _source in ("Float", "Half", "FloatOrHalf"):
     )
 
 
-def _check_bits(bit_rate: int) -> None:
+def _check_bit_rate(bit_rate: int) -> None:
     if bit_rate not in (2, 4, 8):
         raise ValueError(f"bit_rate must be 2, 4 or 8, got {bit_rate}")
 
@@ -170,14 +180,14 @@ def fused_nbit_to_float(
 ) -> Tensor:
     """Return the values of rows of `bit_rate`-bit codes with float16 scale and minimum, `[..., D]`.
 
-    `output_dtype`, `scale_bias_last` and RuntimeError are as for `fused_8bit_to_float`.
+    `output_dtype`, `scale_bias_last` and RuntimeErrors are as for `fused_8bit_to_float`.
 
     Raises:
         ValueError: the bit rate is not 2, 4 or 8.
     """
-    _check_bits(bit_rate)
-    codes, header = _split_rows(input, _HALF_HEADER_BYTES, header_last=scale_bias_last)
-    return _decode(unpack_nbit(codes, bit_rate), header, torch.float16, output_dtype)
+    _check_bit_rate(bit_rate)
+    packed, scale, minimum = _split_rows(input, torch.float16, scale_bias_last=scale_bias_last)
+    return _decode(unpack_nbit(packed, bit_rate), scale, minimum, output_dtype)
 
 
 for _target, _code in (("Float", 0), ("Half", 1)):
