@@ -1,11 +1,12 @@
 """DynamicEmb's module of batched tables, implemented by `emblib.DynamicEmbeddingBags`."""
 
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,32 +67,32 @@ def split_tiers(
         NotImplementedError: on a GPU, a table has neither a budget nor `caching`; or a table
             without eviction does not fit its budget.
     """
-    fast_rows_of_tables = [
-        _num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)
+    num_fast_rows = [
+        _num_fast_rows(option, spec, rule, device)
+        for option, spec in zip(options, specs, strict=True)
     ]
+    tables = list(zip(specs, num_fast_rows, strict=True))
     store = options[0].external_storage
-    if store is None and all(
-        fast_rows >= s.rows for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True)
-    ):
+    if store is None and all(num_rows >= spec.rows for spec, num_rows in tables):
         return list(specs), None
-    for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True):
-        if s.eviction is Eviction.NONE and fast_rows < s.rows:
+    for spec, num_rows in tables:
+        if spec.eviction is Eviction.NONE and num_rows < spec.rows:
             raise NotImplementedError(
-                f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {fast_rows} are in "
-                "local_hbm_for_values: rows that do not fit would be evicted; make it larger"
+                f"table {spec.name!r} has NO_EVICTION and {spec.rows} rows, of which {num_rows} "
+                "are in local_hbm_for_values: rows that do not fit would be evicted; make it larger"
             )
-    slow_rows = [
-        max(s.rows - fast_rows, 1) for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True)
-    ]
     mode = TierMode.CACHING if options[0].caching else TierMode.HYBRID
     fast_specs = [
         replace(
-            s, capacity=fast_rows, initial_capacity=min(s.initial_capacity or fast_rows, fast_rows)
+            spec,
+            capacity=num_rows,
+            initial_capacity=min(spec.initial_capacity or num_rows, num_rows),
         )
-        for fast_rows, s in zip(fast_rows_of_tables, specs, strict=True)
+        for spec, num_rows in tables
     ]
     if store is None:
-        store = HostRows(slow_rows, specs[0].eviction)
+        num_slow_rows = [max(spec.rows - num_rows, 1) for spec, num_rows in tables]
+        store = HostRows(num_slow_rows, specs[0].eviction)
     return fast_specs, BackingStore(store, mode)
 
 
@@ -103,8 +104,11 @@ def _num_fast_rows(
 ) -> int:
     """Return the number of rows of a table on the device: whole buckets, or all rows.
 
-    As in DynamicEmb, a budget below one bucket is rounded up to one, with a warning. Arguments and
-    errors are those of `split_tiers`.
+    As in DynamicEmb, a budget below one bucket is rounded up to one, with a warning. The arguments
+    are those of `split_tiers` for one table.
+
+    Raises:
+        NotImplementedError: on a GPU, the table has neither a budget nor `caching`.
     """
     row_bytes = bytes_per_row(options.embedding_dtype or torch.float32, spec.dim, rule)
     budget_bytes = options.local_hbm_for_values or options.global_hbm_for_values
@@ -120,9 +124,18 @@ def _num_fast_rows(
         warnings.warn(
             f"local_hbm_for_values of table {spec.name!r} is {budget_bytes} bytes, and a bucket of "
             f"{_BUCKET_ROWS} rows takes {_BUCKET_ROWS * row_bytes}: it is rounded up to one bucket",
-            stacklevel=3,
+            stacklevel=_caller_level(),
         )
     return min(max(budget_bytes // row_bytes // _BUCKET_ROWS, 1) * _BUCKET_ROWS, spec.rows)
+
+
+def _caller_level() -> int:
+    """Return the `stacklevel` with which a warning of the caller names code outside emblib."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("emblib."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
@@ -285,7 +298,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
         Args:
             indices: integer ids `[L]`; uint64 ids keep their bits.
-            offsets: `[F * B + 1]`, feature after feature.
+            offsets: int32 or int64 `[F * B + 1]`, feature after feature.
             per_sample_weights: number of uses that each lookup counts as, `[L]`; None for 1. Only
                 scores that count uses (LFU, or TIMESTAMP and LFU) may have them.
             feature_requires_grad: argument that must be None.
@@ -295,6 +308,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
         Raises:
             NotImplementedError: an argument that must be None is not.
+            TypeError: `indices` are not integers.
             RuntimeError: the module is in training mode, and tables have `training=False` or are
                 CUSTOMIZED without a score.
             ValueError: the pooling mode or the score strategy does not use the weights; or, on a
@@ -323,7 +337,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @contextmanager
     def _scores_at(self, prefetched: _Prefetched) -> Iterator[None]:
-        """Use the scores of the batch's prefetch inside the context, and the others after it."""
+        """Use the scores of the batch's prefetch inside the context; then restore the others."""
         scores = self.bags.scores
         if scores is None or prefetched.scores is None:
             yield
@@ -336,7 +350,9 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             scores.values.copy_(current)
 
     def _as_int64(self, indices: Tensor) -> Tensor:
-        """Return ids as int64; uint64 ids keep their bits."""
+        """Return ids as int64; uint64 ids keep their bits. Raise TypeError for other numbers."""
+        if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+            raise TypeError(f"indices must be integers, got {indices.dtype}")
         if indices.dtype is torch.uint64:
             return indices.view(torch.int64)
         return indices.long()
@@ -384,22 +400,24 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             offsets: `[F * B + 1]`, as in `forward`.
             forward_stream: ignored: work runs on the current stream.
             batch_size_per_feature_per_rank: argument that must be None.
-            frequency_counters: number of uses that each lookup counts as, instead of the
+            frequency_counters: number of uses that each lookup counts as, `[L]`, instead of the
                 `per_sample_weights` of `forward`; None for those.
 
         Raises:
             NotImplementedError: `batch_size_per_feature_per_rank` is not None.
+            TypeError: `indices` are not integers.
             ValueError: the score strategy does not count uses, or on a CPU a number is a fraction.
         """
         _refuse(batch_size_per_feature_per_rank=batch_size_per_feature_per_rank)
         counts = None if frequency_counters is None else self._use_counts(frequency_counters)
+        ids = self._as_int64(indices)
         if self.training:
             scores = self.bags.scores
             values = None if scores is None else scores.batch_scores()
             if scores is not None:
                 scores.advance()
             self._prefetched.append(_Prefetched(values, counts))
-        self.bags.prefetch(self._as_int64(indices), offsets)
+        self.bags.prefetch(ids, offsets)
 
     @property
     def num_prefetched(self) -> int:
@@ -436,7 +454,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return self.bags.table_handles()
 
     def reset_cache_states(self) -> None:
-        """Do nothing: each row is either on the device or in the store, so there are no copies."""
+        """Do nothing: changed copies of stored rows are written back before emblib reads them."""
 
     @property
     def table_names(self) -> list[str]:

@@ -61,10 +61,10 @@ def checked_step(table: str, eviction: Eviction, step: Any) -> int:
 class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
-    Tables with `Eviction.STEP` assign a count of training batches, from 1 or `set_steps` on, which
-    sets numbers below 2^62, so that counts never overflow. Tables with `Eviction.CUSTOM` assign the
-    number that was last passed to `set_custom`. The owner must hold its lock around every call, and
-    pass numbers of tables that exist. `by_table` and loading wait for the device.
+    Tables with `Eviction.STEP` assign a count of training batches. It starts at 1 or at a number
+    below 2^62 that `set_steps` sets, so that it never overflows. Tables with `Eviction.CUSTOM`
+    assign the number that was last passed to `set_custom`. The owner must hold its lock around
+    every call, and pass numbers of tables that exist. `by_table` and loading wait for the device.
 
     Args:
         specs: the tables.
@@ -215,7 +215,8 @@ class EvictionScores(nn.Module):
 
 
 _SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps
-_PAIRS_PER_TTL = 16  # (tick, time) pairs, and sweeps over a table, per ttl that is a time
+_SWEEPS_PER_TIMED_TTL = 16  # sweeps over a table per ttl that is a time
+_PAIRS_PER_TTL = 16  # (tick, time) pairs per ttl that is a time
 # Without a clock that was set back, a list has at most 2 * _PAIRS_PER_TTL + 3 pairs.
 _MAX_PAIRS = 40
 _MICROSECOND = timedelta(microseconds=1)
@@ -246,17 +247,17 @@ class Expiry(nn.Module):
 
     Stamps are ticks. For a table whose `ttl` is a time, a list of (tick, time) pairs converts times
     to ticks: keys with a stamp up to the tick of a pair were last used at the time of the pair or
-    earlier. The list is short: a pair and the next but one are at least a 16th of the ttl apart,
-    unless the clock was set back. Of the pairs older than the ttl only the newest is kept. A table
-    whose features have different times to live has one list per time (`lifetimes`). `times` has the
-    pairs of all lists, with 2^62 - tick in place of the tick. The element-wise maximum of `times`
-    over ranks is then valid for the keys of all ranks.
+    earlier. The list is short: two pairs with one pair between them are at least a 16th of the ttl
+    apart, unless the clock was set back. Of the pairs older than the ttl only the newest is kept. A
+    table whose features have different times to live has one list per time (`lifetimes`). `times`
+    has the pairs of all lists, with 2^62 - tick in place of the tick. The element-wise maximum of
+    `times` over ranks is then valid for the keys of all ranks.
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
     16th of its shortest ttl in time, or in every step if steps are longer. So a key that is not
-    evicted stays for at least its ttl after its last use. It stays at most an eighth of the ttl or
-    one step longer; where the ttl is a time, an eighth and the pause between two steps longer.
-    Until then lookups find the key, and a use resets its age. If the clock was set back, keys look
+    evicted stays for at least its ttl after its last use. It is removed at most max(ttl / 8, one
+    step) after that; if the ttl is a time, at most ttl / 8 plus one pause between two steps. Until
+    then lookups find the key, and a use resets its age. If the clock was set back, keys look
     younger, not older.
 
     Before a step the owner sets `now_us` from `read_clock`; it holds its lock around every call.
@@ -376,7 +377,7 @@ class Expiry(nn.Module):
                 first_bucket, due_time, num_buckets = self._due_buckets(table, ttl)
                 max_buckets = self._max_buckets[table]
                 if num_buckets == max_buckets:
-                    due_time = self.now_us * _PAIRS_PER_TTL * max_buckets
+                    due_time = self.now_us * _SWEEPS_PER_TIMED_TTL * max_buckets
                 else:  # the time by which these buckets were due
                     due_time += num_buckets * (ttl // _MICROSECOND)
                 self._progress[table] = (first_bucket + num_buckets) % max_buckets, due_time
@@ -388,7 +389,7 @@ class Expiry(nn.Module):
         The time has the unit of `_progress`.
         """
         max_buckets = self._max_buckets[table]
-        now = self.now_us * _PAIRS_PER_TTL * max_buckets
+        now = self.now_us * _SWEEPS_PER_TIMED_TTL * max_buckets
         first_bucket, due_time = self._progress.get(table, (0, now))
         due_time = min(due_time, now)
         num_due = (now - due_time) // (ttl // _MICROSECOND)
@@ -423,9 +424,12 @@ class Expiry(nn.Module):
         return [(MAX_TICK - code, time_us) for code, time_us in coded_pairs if code <= MAX_TICK]
 
     def skip_pause(self, duration: timedelta | None) -> None:
-        """Subtract a pause >= 0 from the ages of all keys; None is the time since the last step.
+        """Subtract a pause from the ages of keys of tables whose ttl is a time.
 
-        The ttl of some table must be a time (`has_timed_ttls`).
+        There must be such a table (`has_timed_ttls`). Ages in steps stay.
+
+        Args:
+            duration: the pause, >= 0; None for the time since the last step.
 
         Raises:
             ValueError, Exception: see `read_clock`.
@@ -486,7 +490,7 @@ class _LoggedKeys(NamedTuple):
 
     tick: int
     keys: Tensor
-    num_logged: int  # keys of the table that were logged up to and including these
+    num_logged: int  # total of the table's keys that were logged, up to and including these
 
 
 class EvictionLog:

@@ -13,7 +13,6 @@ from torch import Tensor
 from emblib.specs import BoundsCheck, Pooling, TableSpec
 from emblib.storage.composed import ComposedStorage
 from emblib.storage.composed_lookup import (
-    Combine,
     ComposedLookup,
     ComposedTable,
     component_features,
@@ -23,10 +22,14 @@ from emblib.tables import QuantizedEmbeddingBags
 
 
 def composed_key(storage: ComposedStorage, dim: int, pooling: Pooling) -> Hashable:
-    """Return a key that is equal for tables that one `ComposedEmbeddingBags` can have."""
-    unpooled = pooling is Pooling.NONE or storage.combine_mode is Combine.MULTIPLY
-    widths = (dim, storage.num_stored_columns(dim)) if unpooled else ()
-    return type(storage), storage.combine_mode, storage.row_components, widths
+    """Return a key; tables can share a `ComposedEmbeddingBags` if their keys are equal.
+
+    Tables whose rows are not pooled by the lookup of components (`pooling` NONE, or rows that are
+    multiplied) also need equal dims.
+    """
+    needs_equal_dims = component_pooling(storage.combine_mode, pooling) is Pooling.NONE
+    dims = (dim, storage.num_stored_columns(dim)) if needs_equal_dims else ()
+    return type(storage), storage.combine_mode, storage.row_components, dims
 
 
 def component_names(tables: Sequence[TableSpec], storages: Sequence[ComposedStorage]) -> list[str]:
@@ -58,16 +61,34 @@ def lookup_options(
     feature_tables: Sequence[int],
     pooling: Pooling,
 ) -> dict[str, Any]:
-    """Return `pooling` and `feature_tables` of the module of the rows of the components."""
+    """Return the arguments `pooling` and `feature_tables` of the module of the components' rows.
+
+    `feature_tables` has the table of each feature, `pooling` is that of the composed tables.
+
+    Raises:
+        ValueError: there are no tables, or their `composed_key`s differ.
+    """
+    composed_tables = _composed_tables(tables, storages, pooling)
     return {
         "pooling": component_pooling(storages[0].combine_mode, pooling),
-        "feature_tables": component_features(_lookups(tables, storages), feature_tables),
+        "feature_tables": component_features(composed_tables, feature_tables),
     }
 
 
-def _lookups(
-    tables: Sequence[TableSpec], storages: Sequence[ComposedStorage]
+def _composed_tables(
+    tables: Sequence[TableSpec], storages: Sequence[ComposedStorage], pooling: Pooling
 ) -> list[ComposedTable]:
+    """Return the tables as a lookup sees them; raise ValueError unless one lookup can have them."""
+    keys = {
+        composed_key(storage, spec.dim, pooling)
+        for spec, storage in zip(tables, storages, strict=True)
+    }
+    if len(keys) != 1:
+        names = [spec.name for spec in tables]
+        raise ValueError(
+            f"composed tables of one lookup must be of one kind, and of one dim if rows are not "
+            f"pooled, and at least one: got {names} of {len(keys)} kinds"
+        )
     return [
         storage.lookup_table(spec.rows, spec.dim)
         for spec, storage in zip(tables, storages, strict=True)
@@ -75,13 +96,15 @@ def _lookups(
 
 
 class ComposedEmbeddingBags(ComposedLookup):
-    """Look up F features in T read-only tables whose ids share rows.
+    """Look up F features in T >= 1 read-only tables whose ids share rows.
+
+    `forward` is that of `ComposedLookup`.
 
     Args:
         rows: module of the rows of all components: its tables are `component_specs`, its pooling
             and feature tables `lookup_options`, its `bounds_check` is NONE.
         tables: number of ids (`rows`), dim and name of each table.
-        storages: storage of each table; their `composed_key` must be equal.
+        storages: storage of each table; the `composed_key`s of all tables must be equal.
         feature_tables: index of the table of each feature.
         pooling: pooling of all features.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
@@ -89,6 +112,9 @@ class ComposedEmbeddingBags(ComposedLookup):
 
     Attributes:
         rows: module of the rows of all components.
+
+    Raises:
+        ValueError: there are no tables, or their `composed_key`s differ.
     """
 
     include_last_offset = True
@@ -104,7 +130,7 @@ class ComposedEmbeddingBags(ComposedLookup):
         bounds_check: BoundsCheck,
         output_dtype: torch.dtype,
     ) -> None:
-        super().__init__(_lookups(tables, storages), feature_tables, pooling)
+        super().__init__(_composed_tables(tables, storages, pooling), feature_tables, pooling)
         self.rows, self.tables, self.storages = rows, tuple(tables), tuple(storages)
         self.feature_tables = tuple(feature_tables)
         self.table_names = [spec.name for spec in tables]

@@ -22,8 +22,8 @@ In shapes, B[r] is the number of examples of rank r, D the number of columns, an
 
 Arguments of a rank that do not fit together raise ValueError, and a dtype that is not
 floating-point raises TypeError. They raise on that rank alone, before it sends anything, and the
-other ranks wait for it. Sizes to send and to receive that differ raise RuntimeError, on all ranks;
-of several ranks they are compared only in host memory, not on a GPU.
+other ranks wait for it. Sizes to send and to receive that differ raise RuntimeError, on all ranks.
+With several ranks, sizes are compared only in host memory.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ def alltoall_pooled(
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    _check_rows("values", values, 2, sum(batch_sizes))
+    _check_matrix(values, sum(batch_sizes), "the sum of batch_sizes")
     width, batch = columns[ranks.rank], batch_sizes[ranks.rank]
     if values.size(1) != width:
         raise ValueError(
             f"values must have {width} columns, columns[{ranks.rank}] of this rank: "
             f"got {values.size(1)}"
         )
-    received_sizes = [batch * n for n in columns]
+    received_elements = [batch * n for n in columns]
 
     def join_columns(received: Tensor) -> Tensor:
-        blocks = zip(received.split(received_sizes), columns, strict=True)
+        blocks = zip(received.split(received_elements), columns, strict=True)
         return torch.cat([block.view(batch, n) for block, n in blocks], 1)
 
     return _start_collective(
         values,
         [n * width for n in batch_sizes],
-        received_sizes,
+        received_elements,
         ranks,
         pattern=_Pattern.PARTS,
         comm_precision=comm_precision,
@@ -130,7 +130,7 @@ def alltoallv(
     _check_ranks("columns", columns, ranks)
     _check_floating(dtype)
     for tensor in values:
-        _check_rows("values", tensor, 2, sum(batch_sizes))
+        _check_matrix(tensor, sum(batch_sizes), "the sum of batch_sizes")
     local_widths = [tensor.size(1) for tensor in values]
     if local_widths != list(columns[ranks.rank]):
         raise ValueError(
@@ -186,8 +186,21 @@ def variable_batch_alltoall_pooled(
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
     local_widths = columns[ranks.rank]
-    sizes = [sum(n * d for n, d in zip(row, local_widths, strict=True)) for row in batch_sizes]
-    _check_rows("values", values, 1, sum(sizes))
+    for r, rows_of_rank in enumerate(batch_sizes):
+        if len(rows_of_rank) != len(local_widths):
+            raise ValueError(
+                f"batch_sizes[{r}] must have an entry for each of the {len(local_widths)} features "
+                f"of this rank, as columns[{ranks.rank}] has: got {list(rows_of_rank)}"
+            )
+    sent_elements = [
+        sum(n * d for n, d in zip(rows_of_rank, local_widths, strict=True))
+        for rows_of_rank in batch_sizes
+    ]
+    if list(values.shape) != [sum(sent_elements)]:
+        raise ValueError(
+            f"values must be flat and have {sum(sent_elements)} elements, batch_sizes times "
+            f"columns[{ranks.rank}]: got {list(values.shape)}"
+        )
     num_features = sum(map(len, columns))
     if len(batch_sizes_here) != num_features:
         raise ValueError(
@@ -195,11 +208,11 @@ def variable_batch_alltoall_pooled(
             f"ranks: got {len(batch_sizes_here)}"
         )
     rows = iter(batch_sizes_here)
-    received_sizes = [sum(next(rows) * d for d in row) for row in columns]
+    received_elements = [sum(next(rows) * d for d in row) for row in columns]
     return _start_collective(
         values,
-        sizes,
-        received_sizes,
+        sent_elements,
+        received_elements,
         ranks,
         pattern=_Pattern.PARTS,
         comm_precision=comm_precision,
@@ -231,9 +244,10 @@ def alltoall_sequence(
     """
     _check_ranks("sizes", sizes, ranks)
     _check_ranks("received_sizes", received_sizes, ranks)
-    _check_rows("values", values, 2, sum(sizes))
+    _check_matrix(values, sum(sizes), "the sum of sizes")
     width = values.size(1)
-    sent_elements, received_elements = ([n * width for n in s] for s in (sizes, received_sizes))
+    sent_elements = [n * width for n in sizes]
+    received_elements = [n * width for n in received_sizes]
     rows = sum(received_sizes)
     return _start_collective(
         values,
@@ -289,7 +303,7 @@ def reduce_scatter_base_pooled(
     Returns:
         An awaitable of `[B, D]`, the sum of the rows of all ranks for this rank.
     """
-    _check_rows("values", values, 2)
+    _check_matrix(values)
     if values.size(0) % ranks.size:
         raise ValueError(
             f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
@@ -322,7 +336,7 @@ def reduce_scatter_v_pooled(
         An awaitable of `[B[rank], D]`, the sum of the rows of all ranks for this rank.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
-    _check_rows("values", values, 2, sum(batch_sizes))
+    _check_matrix(values, sum(batch_sizes), "the sum of batch_sizes")
     width, batch = values.size(1), batch_sizes[ranks.rank]
     return _start_collective(
         values,
@@ -355,10 +369,10 @@ def all_gather_base_pooled(
     Returns:
         An awaitable of `[sum B, D]`, the rows of rank 0, 1, and so on.
     """
-    _check_rows("values", values, 2)
+    _check_matrix(values)
     sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
     _check_ranks("batch_sizes", sizes, ranks)
-    _check_rows("values", values, 2, sizes[ranks.rank])
+    _check_matrix(values, sizes[ranks.rank], f"batch_sizes[{ranks.rank}] of this rank")
     width, rows = values.size(1), sum(sizes)
     return _start_collective(
         values,
@@ -373,25 +387,23 @@ def all_gather_base_pooled(
 
 def _start_collective(
     values: Tensor,
-    sizes: Sequence[int],
-    received_sizes: Sequence[int],
+    sent_elements: Sequence[int],
+    received_elements: Sequence[int],
     ranks: RankGroup,
     *,
     pattern: _Pattern,
     comm_precision: CommPrecision,
     gradients: GradientReduction | str,
 ) -> Awaitable[Tensor]:
-    """Start a collective whose backward is the opposite one; sizes are elements per rank."""
+    """Start a collective whose backward is the opposite one; numbers of elements are per rank."""
     comm_precision = check_comm_precision(comm_precision)
     _check_floating(values.dtype)
-    sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
+    sent, received = tuple(sent_elements), tuple(received_elements)
     directions = (
-        _Direction(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
-        _Direction(
-            _BACKWARD_PATTERNS[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks
-        ),
+        _Direction(pattern, sent, received, comm_precision.forward, ranks),
+        _Direction(_BACKWARD_PATTERNS[pattern], received, sent, comm_precision.backward, ranks),
     )
-    return _CollectiveAwaitable(values, _Call(directions, GradientReduction(gradients)))
+    return _CollectiveAwaitable(values, _CollectiveState(directions, GradientReduction(gradients)))
 
 
 class _Pattern(OptionEnum):
@@ -446,8 +458,8 @@ class _Direction:
         return total.to(dtype)
 
 
-class _Call:
-    """A collective between its start and its end, in either direction.
+class _CollectiveState:
+    """State of a collective between its start and its end, in either direction.
 
     `pending` is the collective in flight: of the values, later of their gradient; None between.
     Values and gradient have the `dtype`.
@@ -466,7 +478,7 @@ class _StartNode(torch.autograd.Function):
     """Sends values; backward waits for their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, values: Tensor, call: _CollectiveState) -> Tensor:
         """Return an empty tensor, which connects the end to the start in autograd."""
         ctx.call = call
         call.pending, call.dtype = call.forward.start(values), values.dtype
@@ -476,7 +488,7 @@ class _StartNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Wait for the gradient of the sent values."""
-        call: _Call = ctx.call
+        call: _CollectiveState = ctx.call
         pending, call.pending = call.pending, None
         result = call.backward.finish(pending, call.dtype)
         return (result.div_(call.divisor) if call.divisor > 1 else result), None
@@ -486,7 +498,7 @@ class _EndNode(torch.autograd.Function):
     """Waits for values; backward sends their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, token: Tensor, call: _CollectiveState) -> Tensor:
         """Wait for the values."""
         ctx.call = call
         pending, call.pending = call.pending, None
@@ -503,7 +515,7 @@ class _EndNode(torch.autograd.Function):
 class _CollectiveAwaitable(Awaitable[Tensor]):
     """A collective with a gradient; its result is flat."""
 
-    def __init__(self, values: Tensor, call: _Call) -> None:
+    def __init__(self, values: Tensor, call: _CollectiveState) -> None:
         super().__init__()
         self._call = call
         self._token: Tensor = _StartNode.apply(values.reshape(-1), call)
@@ -514,7 +526,7 @@ class _CollectiveAwaitable(Awaitable[Tensor]):
 
 
 def _encoding(codec: Codec, dtype: torch.dtype) -> int:
-    """Return a number of a codec and the dtype of its values, the same in all processes."""
+    """Return a checksum of a codec and the dtype of its values, the same in all processes."""
     text = str(codec)
     name = type(codec).__name__ if " at 0x" in text else text
     return zlib.crc32(f"{name} {dtype}".encode())
@@ -534,7 +546,11 @@ def _check_floating(dtype: torch.dtype) -> None:
         raise TypeError(f"values must be floating, got {dtype}")
 
 
-def _check_rows(name: str, values: Tensor, dims: int, rows: int | None = None) -> None:
-    if values.dim() != dims or rows not in (None, values.size(0)):
-        expected = "" if rows is None else f" and {rows} rows, those of the splits"
-        raise ValueError(f"{name} must have {dims} dimensions{expected}: got {list(values.shape)}")
+def _check_matrix(values: Tensor, rows: int | None = None, expected_rows: str = "") -> None:
+    """Raise ValueError unless `values` is a matrix, of `rows` rows if they are not None.
+
+    `expected_rows` names the number of rows by the arguments of the caller.
+    """
+    if values.dim() != 2 or rows not in (None, values.size(0)):
+        expected = "" if rows is None else f" and {rows} rows, {expected_rows}"
+        raise ValueError(f"values must have 2 dimensions{expected}: got {list(values.shape)}")

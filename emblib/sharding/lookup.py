@@ -261,7 +261,9 @@ def start_joint_output_dist(
         if not sent:
             continue
         steps = [results[i][j] for i, j in sent]
-        pending = start_output_dists(steps, ranks, is_merged=all(step.is_small for step in steps))
+        pending = start_output_dists(
+            steps, ranks, is_merged=all(step.merges_rows for step in steps)
+        )
         for (i, j), output in zip(sent, pending, strict=True):
             results[i][j] = output
     return [

@@ -61,7 +61,7 @@ class OutputStep(ABC):
             backward, see `ReplicatedTables.gradient_sink`; None if nothing needs them.
         replica_sizes: number of elements of the gradients of replicated tables' rows, by rank; not
             used without a `gradient_sink`.
-        is_small: whether the rows may travel with rows of other lookups, see
+        merges_rows: whether the rows may travel with rows of other lookups, see
             `IncomingBatch.merges_rows`; the same on all ranks.
         hyperparams: hyperparameters of the tables, which ranks compare in backward; None to compare
             none.
@@ -84,9 +84,9 @@ class OutputStep(ABC):
         gradient_sink: Tensor | None,
         replica_sizes: Sequence[int],
         *,
-        is_small: bool,
+        merges_rows: bool,
     ) -> None:
-        self.is_small = is_small
+        self.merges_rows = merges_rows
         self.local: Tensor | None = local
         self.local_shape = local.shape
         self.replica_rows, self.gradient_sink = replica_rows, gradient_sink

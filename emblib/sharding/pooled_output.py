@@ -204,7 +204,7 @@ class PooledOutputDist(LayoutBuffers):
                 shape=self._output_shape(received),
                 node_sums=node_sums,
             ),
-            is_small=received.merges_rows,
+            merges_rows=received.merges_rows,
             ranks=self._ranks,
             comm_precision=self._comm_precision,
             scale=self._scale,
@@ -421,12 +421,12 @@ class _PooledStep(OutputStep):
         replica_sizes: list[int],
         pooled_route: _PooledRoute,
         *,
-        is_small: bool,
+        merges_rows: bool,
         ranks: RankGroup,
         comm_precision: CommPrecision,
         scale: float,
     ) -> None:
-        super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
+        super().__init__(local, replica_rows, gradient_sink, replica_sizes, merges_rows=merges_rows)
         self._descriptors, self._lengths, self._sent_sizes, self._shape, self.node_sums = (
             pooled_route
         )

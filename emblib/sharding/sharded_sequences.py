@@ -63,9 +63,9 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import SharedShards
 from emblib.tables.graph_break import run_uncompiled
 
-# Vectors that this rank has looked up for all ranks, in the order of the received ids; and vectors
-# of replicated tables for its own batch, `[n, dim]`, None without such tables.
-Rows = tuple[Tensor, Tensor | None]
+# A pair: the vectors that this rank has looked up for all ranks, in the order of the received ids;
+# and the vectors of replicated tables for its own batch, `[n, dim]`, None without such tables.
+LookedUpRows = tuple[Tensor, Tensor | None]
 
 
 class VectorFormat(NamedTuple):
@@ -152,11 +152,11 @@ class SequenceTables(ShardedTables):
         # Int64 `[units of all ranks]`. A unit has the `count` slices of a vector from slice `first`
         # on. `is_sharded` is 0 for units of replicated tables, the last of each rank, which return
         # no slices, and else 1.
-        self._slices = LayoutBuffers()
+        self._unit_slices = LayoutBuffers()
         for name, values in unit_buffers.items():
-            self._slices.register_layout(name, int64_tensor(values), ranks.device)
+            self._unit_slices.register_layout(name, int64_tensor(values), ranks.device)
 
-    def compute(self, received: IncomingBatch) -> Rows:
+    def compute(self, received: IncomingBatch) -> LookedUpRows:
         """Look up the vectors of this rank's units, and its batch in the replicated tables.
 
         Without units the first result is `[0, width]`.
@@ -167,8 +167,8 @@ class SequenceTables(ShardedTables):
             rows = rows.new_empty(0, self.vector_format.width)
         return rows, replica_rows
 
-    def output_step(self, rows: Rows, received: IncomingBatch) -> OutputStep | Tensor:
-        """Return the lookup of a batch, or its output if nothing was sent.
+    def output_step(self, rows: LookedUpRows, received: IncomingBatch) -> OutputStep | Tensor:
+        """Return the step that sends the vectors of a batch; or the output if nothing was sent.
 
         The output is `[L, dim]` in the order of the batch.
         """
@@ -191,7 +191,7 @@ class SequenceTables(ShardedTables):
             gradient_sink,
             vector_route,
             self,
-            is_small=received.merges_rows,
+            merges_rows=received.merges_rows,
         )
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
@@ -248,15 +248,15 @@ class SequenceTables(ShardedTables):
         sent = received.sent
         assert sent is not None
         ids_per_unit = torch.as_tensor(sent.unit_starts, device=positions.device).diff().long()
-        self._slices.restore_layout()
-        ids_per_unit *= self._slices.get_buffer("is_sharded")
-        slices_per_unit = (ids_per_unit * self._slices.get_buffer("count")).tolist()
+        self._unit_slices.restore_layout()
+        ids_per_unit *= self._unit_slices.get_buffer("is_sharded")
+        slices_per_unit = (ids_per_unit * self._unit_slices.get_buffer("count")).tolist()
         unit_bounds = accumulate((len(rank.all_units) for rank in self.layout.ranks), initial=0)
         num_received = [sum(slices_per_unit[begin:end]) for begin, end in pairwise(unit_bounds)]
         # Per id: its first slice in the output, and the number of its slices from the unit.
-        first_slice = torch.repeat_interleave(self._slices.get_buffer("first"), ids_per_unit)
+        first_slice = torch.repeat_interleave(self._unit_slices.get_buffer("first"), ids_per_unit)
         first_slice += positions * (self.dim // self.vector_format.width)
-        num_slices = torch.repeat_interleave(self._slices.get_buffer("count"), ids_per_unit)
+        num_slices = torch.repeat_interleave(self._unit_slices.get_buffer("count"), ids_per_unit)
         slices_before = num_slices.cumsum(0) - num_slices
         # Per slice: its number among the slices of its id.
         slice_in_id = torch.arange(sum(num_received), device=positions.device)
@@ -300,10 +300,10 @@ class _SequenceStep(OutputStep):
         vector_route: _SequenceRoute,
         tables: SequenceTables,
         *,
-        is_small: bool,
+        merges_rows: bool,
     ) -> None:
         replica_sizes = [n * tables.dim for n in vector_route.num_replica_rows]
-        super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
+        super().__init__(local, replica_rows, gradient_sink, replica_sizes, merges_rows=merges_rows)
         self._route, self._tables, self.hyperparams = vector_route, tables, tables.hyperparams
         # Elements to and from each rank; the route has the numbers of slices.
         width = tables.vector_format.width
@@ -348,7 +348,10 @@ class _SequenceStep(OutputStep):
         return SentValues(flat, self._received_sizes, self._sent_sizes, codec)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[SentValues, Tensor | None]:
-        """Return the gradients of vectors to send, and those of replicated tables' vectors."""
+        """Return the gradients of vectors to send, and those of replicated tables' vectors.
+
+        With `keeps_local`, gradients of this rank's own vectors may be kept for `local_gradient`.
+        """
         scale, grad = self._tables.scale, grad.contiguous()
         width, ranks = self._tables.vector_format.width, self._tables.ranks
         slice_grads = grad.view(-1, width).index_select(0, self._route.output_slices)
@@ -380,7 +383,7 @@ class _SequenceStep(OutputStep):
     def local_gradient(self, received: Tensor) -> Tensor:
         """Return the gradient of the local lookup, from the received gradients, flat.
 
-        Called once after each `backward`, whose unsent gradients it uses up.
+        It must be called once after each `backward`: it takes the gradients that `backward` kept.
         """
         grads = received.view(-1, self._tables.vector_format.width)
         send_order = self._route.send_order
@@ -406,7 +409,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     Args:
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
-        plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
+        plan: sharding of each table, or a rule that makes it, e.g. `row_wise()`, by table name.
         ranks: the processes; None for all.
         comm_precision: the codecs of vectors and gradients in transit; None for float32.
         gradients: whether gradients are the mean or the sum over ranks.
@@ -525,9 +528,15 @@ class ShardedEmbeddingCollection(StateOfTables):
         return [shard for tables in self._sequence_tables() for shard in tables.local_shards()]
 
     def storage_config(self, table: str) -> Config:
-        """Return the configuration of a table with the storage that the plan selects."""
-        tables = next(tables for tables in self._sequence_tables() if table in tables.plan)
-        return tables.storage_config(table)
+        """Return the configuration of a table with the storage that the plan selects.
+
+        Raises:
+            KeyError: there is no table of this name.
+        """
+        for tables in self._sequence_tables():
+            if table in tables.plan:
+                return tables.storage_config(table)
+        raise KeyError(f"there is no table {table!r}; the tables are {', '.join(self.plan)}")
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows.
@@ -563,7 +572,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         for tables, batch in zip(self._sequence_tables(), received.batches, strict=True):
             tables.prefetch(batch)
 
-    def compute(self, received: "_SequenceBatch") -> list[Rows]:
+    def compute(self, received: "_SequenceBatch") -> list[LookedUpRows]:
         """Return vectors looked up for all ranks, and replicated tables' vectors of this batch.
 
         There is one entry per `SequenceTables`.
@@ -574,7 +583,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         ]
 
     def output_dist(
-        self, rows: Sequence[Rows], received: "_SequenceBatch"
+        self, rows: Sequence[LookedUpRows], received: "_SequenceBatch"
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Start to return vectors to the ranks that own the ids; all ranks call this."""
         return start_output_dist(self, rows, received)
@@ -585,7 +594,9 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Look up the received ids and start the output all-to-all."""
         return self.output_dist(self.compute(received), received)
 
-    def collection_steps(self, rows: Sequence[Rows], received: "_SequenceBatch") -> CollectionSteps:
+    def collection_steps(
+        self, rows: Sequence[LookedUpRows], received: "_SequenceBatch"
+    ) -> CollectionSteps:
         """Return the lookups whose rows can be sent, one per `SequenceTables`.
 
         Their outputs are joined to a `JaggedTensor` per feature.

@@ -446,9 +446,15 @@ class ShardedTables(nn.Module):
         return shard_handles
 
     def storage_config(self, table: str) -> Config:
-        """Return the configuration of a table with the storage that the plan selects."""
-        config = next(config for config in self.configs if config.name == table)
-        return with_storage(config, self.plan[table].storage)
+        """Return the configuration of a table with the storage that the plan selects.
+
+        Raises:
+            KeyError: there is no table of this name.
+        """
+        configs = {config.name: config for config in self.configs}
+        if table not in configs:
+            raise KeyError(f"there is no table {table!r}; the tables are {', '.join(configs)}")
+        return with_storage(configs[table], self.plan[table].storage)
 
     # One batch
 

@@ -14,21 +14,25 @@ CHECKED_KEYS = 2048  # maximum number of present keys that are checked
 FIRST_ABSENT = 1 << 40  # number of a key beyond all keys that calls use
 
 
-def verify_key_table(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
-    """Check the operations of a filled table; raise Wrong for the first wrong result.
+def verify_key_table(table: KeyTable, space: KeySpace, present_keys: Tensor) -> None:
+    """Check the operations of a filled table. The check may change the keys of the table.
 
-    Inserts of absent keys, for which a full table may evict others, are checked only if the table
-    can erase keys. For a ceiling, only the numbers of the lines are checked.
+    If the table can erase keys, the check inserts absent keys and erases them again; a full table
+    may evict present keys for them. Without `erase`, inserts of absent keys are not checked. For a
+    ceiling, only the numbers of the lines are checked.
 
     Args:
-        table: table to check. A table that has an operation with values has `find`.
+        table: table to check. A table that has an operation with values has `find`. `KeyTable` has
+            the contracts of its operations.
         space: numbering of the keys; absent keys are drawn from it.
-        resident: present keys, int64 on the host, whose values are `values_of` them. At most
+        present_keys: int64 `[n]` on the host, n >= 1; their values are `values_of` them. At most
             CHECKED_KEYS are checked.
+
+    Raises:
+        Wrong: an operation returned a wrong result; the first one is named.
     """
-    present = resident[
-        torch.linspace(0, len(resident) - 1, min(CHECKED_KEYS, len(resident))).long()
-    ]
+    num_checked = min(CHECKED_KEYS, len(present_keys))
+    present = present_keys[torch.linspace(0, len(present_keys) - 1, num_checked).long()]
     # An eighth as many as the present keys, so that inserting them evicts few.
     absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
@@ -112,8 +116,8 @@ def _check_values(
 ) -> None:
     """Check that an operation returns `expected`.
 
-    With `passes_other_values` the call passes values that the keys, all present, must ignore.
-    `expected` is float32 `[len(keys), dim]`.
+    `expected` is float32 `[len(keys), dim]`. With `passes_other_values` the call passes other
+    values; keys, which are all present, must keep their own.
     """
     passed = expected + 1 if passes_other_values else expected
     actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))

@@ -14,7 +14,7 @@ import torch
 from experiments.machine.cpu import Cpu
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
-REUSED_BLOCK_BYTES = 32 << 20  # largest block that glibc can be told to keep
+REUSED_BLOCK_BYTES = 32 << 20  # freed blocks of up to this size are kept, see keep_freed_blocks
 # A container's limit ("max": none) and use, for both versions of cgroups.
 CGROUP_FILES = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
@@ -95,9 +95,9 @@ def _peak_bytes_on_host(call: Callable[[], object]) -> int | None:
 
 
 def resident_bytes(key: str) -> int | None:
-    """Return the bytes of an entry of /proc/self/status, "VmRSS" (now) or "VmHWM" (peak), or None.
+    """Return the bytes of an entry of /proc/self/status, "VmRSS" (now) or "VmHWM" (peak).
 
-    psutil's number of resident memory is updated with a delay.
+    None if the system does not state it. psutil does not have the peak.
     """
     match = re.search(
         rf"^{key}:\s+(\d+) kB", Cpu().read_text("proc/self/status") or "", re.MULTILINE

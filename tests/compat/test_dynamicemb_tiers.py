@@ -14,6 +14,7 @@ from emblib.compat.dynamicemb import (
     DynamicEmbDump,
     DynamicEmbLoad,
     DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
     EmbOptimType,
 )
 from tests.compat.dynamicemb_cases import look_up, one_table, rows_of
@@ -177,3 +178,21 @@ def test_a_module_moves_within_a_model() -> None:
     other.load_state_dict(state)
     ids = torch.arange(-150, 150)
     assert torch.equal(rows_of(other["t"], ids), rows_of(model["t"], ids))
+
+
+def test_the_warning_of_a_small_budget_names_the_caller() -> None:
+    options = DynamicEmbTableOptions(
+        embedding_dtype=torch.float32, dim=4, max_capacity=640, local_hbm_for_values=1
+    )
+    with pytest.warns(UserWarning, match="rounded up to one bucket") as warned:
+        BatchedDynamicEmbeddingTablesV2([options])
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([1.5]), torch.tensor([True])], ids=str)
+def test_ids_that_are_not_integers_are_refused(ids: torch.Tensor) -> None:
+    module, offsets = two_tiers(), torch.tensor([0, 1])
+    for call in (module, module.prefetch):
+        with pytest.raises(TypeError, match="indices must be integers"):
+            call(ids, offsets)
+    assert module.num_prefetched == 0

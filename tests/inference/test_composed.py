@@ -16,12 +16,13 @@ from emblib import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     Pooling,
+    TableSpec,
     freeze,
     open_frozen,
     optim,
 )
 from emblib.inference import for_inference, frozen_file, quantization_errors
-from emblib.inference.composed import ComposedEmbeddingBags
+from emblib.inference.composed import ComposedEmbeddingBags, lookup_options
 from emblib.online import DirectorySink, LogFollower
 from emblib.online.tables import find_tables
 from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, RowHash, TensorTrain, kinds
@@ -203,3 +204,17 @@ def test_components_are_no_tables_of_a_follower(tmp_path: Any) -> None:
 def test_components_move_with_their_part() -> None:
     (part,) = for_inference(trained(Pooling.SUM, "hashed")).to("meta").parts
     assert {part.features.device.type, part.rows.packed.device.type} == {"meta"}
+
+
+def test_tables_of_one_lookup_are_of_one_kind() -> None:
+    specs = [TableSpec(60, 8, "sum"), TableSpec(60, 8, "narrow")]
+    storages = [QuotientRemainder(9, "add"), Narrow(3)]
+    with pytest.raises(ValueError, match=r"got \['sum', 'narrow'\] of 2 kinds"):
+        lookup_options(specs, storages, [0, 1], Pooling.SUM)
+    with pytest.raises(ValueError, match=r"at least one: got \[\] of 0 kinds"):
+        lookup_options([], [], [], Pooling.SUM)
+    # Without pooling, tables of one kind need one dim.
+    specs, storages = [TableSpec(60, 8, "a"), TableSpec(60, 4, "b")], [storages[0]] * 2
+    assert lookup_options(specs, storages, [0, 1], Pooling.SUM)["pooling"] is Pooling.SUM
+    with pytest.raises(ValueError, match="of 2 kinds"):
+        lookup_options(specs, storages, [0, 1], Pooling.NONE)

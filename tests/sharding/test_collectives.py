@@ -313,7 +313,7 @@ def test_wrong_use() -> None:
     rows = torch.zeros(3, 2)
     with pytest.raises(ValueError, match=r"an entry for each of 1 ranks: got \[1, 2\]"):
         collectives.reduce_scatter_v_pooled(rows, [1, 2], ranks)
-    with pytest.raises(ValueError, match=r"2 dimensions and 4 rows.*got \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"4 rows, the sum of batch_sizes: got \[3, 2\]"):
         collectives.reduce_scatter_v_pooled(rows, [4], ranks)
     with pytest.raises(ValueError, match=r"sizes must be >= 0, got \[-1\]"):
         collectives.alltoall_sequence(rows, [-1], [3], ranks)
@@ -331,7 +331,7 @@ def test_wrong_use() -> None:
         collectives.alltoallv([rows], [3], [[1, 1]], ranks)
     with pytest.raises(TypeError, match=r"must all be torch\.float16, got \[torch\.float32\]"):
         collectives.alltoallv([rows], [3], [[2]], ranks, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"2 dimensions and 3 rows.*got \[4, 1\]"):
+    with pytest.raises(ValueError, match=r"3 rows, the sum of batch_sizes: got \[4, 1\]"):
         collectives.alltoallv([rows, torch.zeros(4, 1)], [3], [[2, 1]], ranks)
     with pytest.raises(TypeError, match=r"must be floating, got torch\.int64"):
         collectives.alltoallv([rows.long()], [3], [[2]], ranks, dtype=torch.int64)
@@ -339,5 +339,14 @@ def test_wrong_use() -> None:
         collectives.reduce_scatter_pooled([rows[:, 0]], ranks)
     with pytest.raises(ValueError, match=r"must have 2 dimensions: got \[\]"):
         collectives.all_gather_base_pooled(torch.tensor(1.0), ranks)
+    with pytest.raises(ValueError, match=r"4 rows, the sum of sizes: got \[3, 2\]"):
+        collectives.alltoall_sequence(rows, [4], [4], ranks)
+    with pytest.raises(ValueError, match=r"1 rows, batch_sizes\[0\] of this rank: got \[3, 2\]"):
+        collectives.all_gather_base_pooled(rows, ranks, batch_sizes=[1])
+    variable = collectives.variable_batch_alltoall_pooled
+    with pytest.raises(ValueError, match=r"batch_sizes\[0\] must .* 2 features .*got \[1\]"):
+        variable(torch.zeros(5), [[1]], [1, 1], [[2, 3]], ranks)
+    with pytest.raises(ValueError, match=r"5 elements, batch_sizes times columns\[0\]: got \[4\]"):
+        variable(torch.zeros(4), [[1, 1]], [1, 1], [[2, 3]], ranks)
     with pytest.raises(RuntimeError, match="sent 1 elements where it expected 5 from itself"):
         collectives.alltoall_sequence(torch.ones(1, 1), [1], [5], ranks)

@@ -133,3 +133,17 @@ def test_keys_may_be_uint64(size: int) -> None:
             worlds.run(size, outputs_of, dtypes), expected, strict=True
         ):
             assert all(map(torch.equal, outputs, expected_outputs))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_configuration_of_an_unknown_table_is_a_key_error(pooled: bool) -> None:
+    if pooled:
+        bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "lfu")])
+        sharded: Any = ShardedEmbeddingBagCollection(bags, {"lfu": row_wise()}, RankGroup.single())
+    else:
+        source = collection()
+        plan = {config.name: row_wise() for config in source.embedding_configs()}
+        sharded = ShardedEmbeddingCollection(source, plan, RankGroup.single())
+    assert sharded.storage_config("lfu").name == "lfu"
+    with pytest.raises(KeyError, match="no table 'item'; the tables are lfu"):
+        sharded.storage_config("item")

@@ -12,7 +12,7 @@ from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
 _MAX_CODE_8BIT = 255.0
-_EPS = 1e-8  # FBGEMM's; prevents a division by 0 for rows of one value
+_RANGE_EPS = 1e-8  # FBGEMM's; prevents a division by 0 for rows of one value
 
 
 def _minimum_and_maximum(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def to_fused_8bit(t: Tensor) -> Tensor:
     check_rows("t", t)
     minimum, maximum = _minimum_and_maximum(t)
     value_range = maximum - minimum
-    codes = (t.float() - minimum) * (_MAX_CODE_8BIT / (value_range + _EPS))
+    codes = (t.float() - minimum) * (_MAX_CODE_8BIT / (value_range + _RANGE_EPS))
     codes = codes.round().clamp(0, _MAX_CODE_8BIT).to(torch.uint8)
     return torch.cat([codes, _as_bytes(value_range / _MAX_CODE_8BIT), _as_bytes(minimum)], dim=-1)
 
@@ -180,9 +180,11 @@ def fused_nbit_to_float(
 ) -> Tensor:
     """Return the values of rows of `bit_rate`-bit codes with float16 scale and minimum, `[..., D]`.
 
-    `output_dtype`, `scale_bias_last` and RuntimeErrors are as for `fused_8bit_to_float`.
+    `output_dtype` and `scale_bias_last` are as for `fused_8bit_to_float`.
 
     Raises:
+        RuntimeError: `output_dtype` is another code, or `input` is not uint8 or has rows without
+            room for scale and minimum.
         ValueError: the bit rate is not 2, 4 or 8.
     """
     _check_bit_rate(bit_rate)
