@@ -381,10 +381,10 @@ def check_values(config: Config) -> None:
                 wanted = ContenderType.BAGS
             check_contender_types(prefix, point.contenders, wanted)
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
-        choices = point_kind.arms.choices if point_kind else ()
+        optional_arms = point_kind.arms.optional_arms if point_kind else ()
         for name in point.contenders:
-            if name not in (*contenders, *choices):
-                message = _unknown_name("contender", name, (*choices, *contenders), "", 0.3)
+            if name not in (*contenders, *optional_arms):
+                message = _unknown_name("contender", name, (*optional_arms, *contenders), "", 0.3)
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)

@@ -113,7 +113,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> PackResult:
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
         runs.append(run_entry(name, run))
-        if run.kind.reporting.rebuild:
+        if run.kind.reporting.special_report:
             notes.append(
                 f"{name}: the kind {run.kind.name} renders its own reports, which are not rebuilt: "
                 "only its checksums are verified."
@@ -171,14 +171,14 @@ def _folder_in_bundle(directory: Path, used_names: Sequence[str]) -> str:
 def _copy_rebuilt(directory: Path, target: Path) -> Run:
     """Copy a run and render its tables and reports again; return the copy.
 
-    Reports of kinds with a `rebuild` function, such as the gate's, are copied unchanged.
+    Reports of kinds with a `special_report`, such as the gate's, are copied unchanged.
 
     Raises:
         BundleError: the run cannot be read, or its report cannot be rendered.
     """
     try:
         run = Run.read(directory)
-        if run.kind.reporting.rebuild:
+        if run.kind.reporting.special_report:
             shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
             unpack_records(target)
             return dataclasses.replace(run, path=target)

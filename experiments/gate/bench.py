@@ -31,18 +31,18 @@ class ReadyPoint:
     """A point that is built and can be timed."""
 
     contender: Contender
-    run: Phase  # the timed phase, adapted to the clock; takes the number of a batch in the pool
+    timed_phase: Phase  # adapted to the clock; takes the number of a batch in the pool
     step: Phase  # a whole step, for counters and memory; takes the number of a batch, too
-    clock: Clock  # measures the samples of `run`
+    clock: Clock  # measures the samples of `timed_phase`
 
 
 class Bench:
     """The points of one worker process, with the methods that messages name (see points.py).
 
     The constructor changes the whole process: its allocator, and its core and number of threads if
-    the setup names them. Methods write notes, "point|activity", from which `pairs` reads the point
-    at which a worker died. Methods that take the `name` of a point raise KeyError unless `build`
-    has built that point.
+    the setup names them. Methods write notes, "point|activity", from which `pairs` reads which
+    point a worker was measuring when it died. Methods that take the `name` of a point raise
+    KeyError unless `build` has built that point.
 
     Args:
         setup: points and settings.
@@ -88,8 +88,8 @@ class Bench:
         pool = self._pool_of(point.cell)
         phases = whole_steps(contender, pool)
         clock = clock_for(self.device, config.timing.modes[0])
-        run = clock.adapt(phases[point.phase], len(pool.batches))
-        return ReadyPoint(contender, run, phases["step"], clock)
+        timed_phase = clock.adapt(phases[point.phase], len(pool.batches))
+        return ReadyPoint(contender, timed_phase, phases["step"], clock)
 
     def _pool_of(self, cell: Cell) -> Pool:
         """Return the batches of a cell, which all its points share."""
@@ -109,36 +109,41 @@ class Bench:
         ready, timing = self.ready_points[name], self.setup.config.timing
         note(f"{name}|warming up")
         counters = ready.contender.counters
-        warm_state = warm_up({name: ready.run}, ready.clock, timing, key=name, counters=counters)
+        warm_state = warm_up(
+            {name: ready.timed_phase}, ready.clock, timing, key=name, counters=counters
+        )
         note(f"{name}|timing")
         return warm_state.median_s.get(name, 0.0)
 
     def take_samples(self, name: str, batches: Sequence[int], executions: int) -> list[float]:
         """Return one sample per batch, in seconds per call.
 
+        An uncounted sample precedes each sample, because the other worker has just filled the
+        caches, and the scheduler may have to wake this process.
+
         Args:
             name: name of a built point.
             batches: numbers of batches in the pool.
             executions: calls per sample, at least 1: on the batch and on its successors in the
                 pool, in turns.
-
-        An uncounted sample precedes each sample, because the other worker has just filled the
-        caches, and the scheduler may have to wake this process.
         """
         ready, samples = self.ready_points[name], []
         for batch in batches:
-            call = partial(self._execute, ready.run, batch, executions)
+            call = partial(self._execute, ready.timed_phase, batch, executions)
             for _ in range(2):
                 (reading,) = ready.clock.read([SampleTask(call, name)])
                 self._wait(reading.seconds * (self.setup.idle - 1))
             samples.append(reading.seconds / executions)
         return samples
 
-    def _execute(self, run: Phase, batch: int, executions: int) -> None:
-        """Execute a phase on `executions` successive batches; with `setup.slow`, then wait."""
+    def _execute(self, phase: Phase, batch: int, executions: int) -> None:
+        """Execute a phase on `executions` successive batches.
+
+        With `setup.slow` > 1, then wait until the call has taken `setup.slow` times as long.
+        """
         begin_ns = self.now_ns()
         for offset in range(executions):
-            run((batch + offset) % self.setup.config.timing.pool)
+            phase((batch + offset) % self.setup.config.timing.pool)
         if self.setup.slow > 1:
             self._wait((self.now_ns() - begin_ns) / 1e9 * (self.setup.slow - 1))
 

@@ -197,11 +197,11 @@ def main(package: str, setup_file: str, names_file: str) -> None:
     dumped_names = []
     for name, ready in bench.ready_points.items():
         for batch in range(bench.setup.config.timing.pool):
-            ready.run(batch)
+            ready.timed_phase(batch)
         for _ in range(NUM_COUNTED_CALLS):
             for request in (ZERO, START):
                 requests.send(request)
-            ready.run(0)
+            ready.timed_phase(0)
             for request in (STOP, DUMP):
                 requests.send(request)
             dumped_names.append(name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from experiments.config.schema import CaseConfig, Config, Mode, UsageError, require
+from experiments.config.schema import CaseConfig, Config, Mode, ReportConfig, UsageError, require
 from experiments.config.sweep import Arm, Cell, case_cells, swept_cells
 from experiments.contenders import registry
 from experiments.results.store import Record
@@ -52,7 +52,7 @@ class CellKinds:
 
 
 class Ranks(Enum):
-    """The number of processes that measure a cell together, one or a key of the configuration."""
+    """Number of processes that measure a cell together: one, or that of a configuration key."""
 
     ONE = "one"
     OF_RUN = "device.ranks"
@@ -70,19 +70,22 @@ class ContenderType(Enum):
 
 @dataclass(frozen=True)
 class ArmRules:
-    """The arms of the cells.
+    """The arms of the cells: what each cell compares.
+
+    Most arms are contenders, the libraries to measure. The others are computed from a trace, or are
+    methods of kind=quality; their names are in `experiments/config/sweep.py`.
 
     Attributes:
-        only: the only arm of every cell, in place of contenders.
-        computed: arms that every cell of the sweep has in addition to contenders.
-        choices: computed arms and methods that `contenders` may name.
+        only_arm: the only arm of every cell, in place of contenders; "" for several arms.
+        computed_arms: arms that every cell of the sweep has in addition to contenders.
+        optional_arms: computed arms and methods that `contenders` may name.
         contenders: type of the contenders.
         ranks: number of processes that measure a cell together.
     """
 
-    only: str = ""
-    computed: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
+    only_arm: str = ""
+    computed_arms: tuple[str, ...] = ()
+    optional_arms: tuple[str, ...] = ()
     contenders: ContenderType = ContenderType.BAGS
     ranks: Ranks = Ranks.ONE
 
@@ -100,7 +103,7 @@ class Measurement:
     """The measurement of a cell.
 
     Attributes:
-        cell: "module:function" of the function (cell, session, seconds) -> records.
+        cell: "module:function" of the function (cell, session, seconds) -> records; "" for none.
         effort: number of processes, and their time limit.
         modes: modes; () for timing.modes.
         makes_tables: True if tables are built. Then a trace must state their rows, and tables that
@@ -130,14 +133,15 @@ class Reporting:
 
     Attributes:
         module: module with NOTES, `answer`, `figures` and other functions that `Kind` calls.
-        rebuild: "module:function" of a function (directory of a run) -> answer, which writes the
-            kind's special report; "" for the usual report.
+        special_report: "module:function" of a function (directory of a run) -> answer, which writes
+            the kind's own report instead of the usual one; "" for the usual report.
         comparability: comparisons that the numbers permit.
-        success: sentence about failures if there are none; {count} is the number of records.
+        success: sentence that replaces the count of failures if nothing failed; {count} is the
+            number of outcomes.
     """
 
     module: str = ""
-    rebuild: str = ""
+    special_report: str = ""
     comparability: Comparability = Comparability.ROUNDS
     success: str = "None: all {count} measurements ran and agreed with the reference."
 
@@ -186,7 +190,8 @@ class Kind:
         measurement: measurement of a cell.
         reporting: report of a run.
         runner: "module:function" of a function (config, *, question, words) -> exit status that
-            replaces the runner of `experiments.run`; "" to use that one.
+            replaces `experiments.run.runner.run` and has its arguments: the question of the
+            experiment and the words of the command line. "" to use that one.
     """
 
     name: ClassVar[str]
@@ -210,7 +215,9 @@ class Kind:
             raise UsageError(f"device.ranks: only kind=time has ranks, this is {self.name}{hint}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
-        """Return the cells of the cases, and the cells of the sweep, before caps.
+        """Return the cells of the cases, and the cells of the sweep.
+
+        Their tables and batches are not shrunk to the caps of the timing preset yet.
 
         Raises:
             UsageError: a rule of the sweep cannot be read, zipped axes differ in length, or a file
@@ -221,13 +228,13 @@ class Kind:
         return cases, swept
 
     def case_cells(self, config: Config) -> list[Cell]:
-        """Return a cell per case; a case with loads that names no kind is about hash tables."""
+        """Return a cell per case; a case with `keys.loads` that names no kind has kind=keys."""
 
         def kind_of(case: CaseConfig) -> str:
             return case.kind or (KEYS if case.keys.loads else self.cell_kinds.cases or self.name)
 
-        cells, only = case_cells(config, kind_of), self.arms.only
-        return [cell.with_arms(Arm(only)) for cell in cells] if only else cells
+        cells, only_arm = case_cells(config, kind_of), self.arms.only_arm
+        return [cell.with_arms(Arm(only_arm)) for cell in cells] if only_arm else cells
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
         """Raise UsageError for values of `options` that break a rule.
@@ -248,8 +255,8 @@ class Kind:
 
     def swept_cells(self, config: Config) -> list[Cell]:
         """Return the cells of the sweep."""
-        only = self.arms.only
-        names = [only] if only else [*config.contenders, *self.arms.computed]
+        only_arm = self.arms.only_arm
+        names = [only_arm] if only_arm else [*config.contenders, *self.arms.computed_arms]
         kind = self.cell_kinds.sweep or self.name
         loads = config.keys.loads if kind == KEYS else ()
         return list(swept_cells(config, kind, names, loads))
@@ -266,12 +273,15 @@ class Kind:
         return records
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the line that the terminal shows for the records of a measured cell."""
+        """Return the line that the terminal shows for the records of a measured cell.
+
+        The default shows the median of the phase "step"; a kind without it must override this.
+        """
         return outcomes_line("step", records, lambda r: f"{1e3 * median_of(r, 'step'):.3g} ms")
 
     # Reporting
 
-    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+    def frames(self, records: Sequence[Record], settings: ReportConfig) -> dict[str, pd.DataFrame]:
         """Return {file name: table of numbers}; `settings` is the configuration's `report`."""
         return {}
 
@@ -279,12 +289,13 @@ class Kind:
         """Return {name: text} of further files of a run's directory."""
         return self._call_report("write_files", {}, run)
 
-    def rebuild(self, path: Path) -> str | None:
-        """Write the kind's special report of the run in `path`; return its answer.
+    def write_special_report(self, path: Path) -> str | None:
+        """Write the kind's own report of the run in `path`; return its answer.
 
         None if the kind has the usual report, which is not written here.
         """
-        return str(load(self.reporting.rebuild)(path)) if self.reporting.rebuild else None
+        target = self.reporting.special_report
+        return str(load(target)(path)) if target else None
 
     def answer(self, run: Run) -> list[str]:
         """Return the sentences that answer the question; the first is the headline."""
@@ -302,7 +313,7 @@ class Kind:
         """Return the section about cases of this kind in the report of another kind."""
         return self._call_report("case_report", CaseReport(), run)
 
-    def how_to_read(self) -> Sequence[str]:
+    def notes(self) -> Sequence[str]:
         """Return the paragraphs about the kind's numbers for "How to read this"."""
         module = self.reporting.module
         return getattr(importlib.import_module(module), "NOTES", ()) if module else ()
@@ -385,6 +396,12 @@ def check_contender_types(prefix: str, names: Sequence[str], wanted: ContenderTy
                 f"{prefix}contenders: {name} has {prefix_no}read-only tables; those are measured "
                 "in kind=serving"
             )
-        noun = "a table of keys" if entry.keyed else "no table of keys"
-        condition = "where keys.loads names loads, or in kind=growth"
-        raise UsageError(f"{prefix}contenders: {name} is {noun}; those are measured {condition}")
+        if entry.keyed:
+            raise UsageError(
+                f"{prefix}contenders: {name} is a table of keys; those are measured where "
+                "keys.loads names loads, or in kind=growth"
+            )
+        raise UsageError(
+            f"{prefix}contenders: {name} is no table of keys; only tables of keys are measured "
+            "where keys.loads names loads, and in kind=growth"
+        )

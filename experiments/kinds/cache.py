@@ -25,8 +25,8 @@ class Cache(base.Kind):
 
     name = "cache"
     arms = base.ArmRules(
-        computed=tuple(IDEAL_CACHES),
-        choices=tuple(EXACT_CACHES),
+        computed_arms=tuple(IDEAL_CACHES),
+        optional_arms=tuple(EXACT_CACHES),
         contenders=base.ContenderType.BOTH,
     )
     measurement = base.Measurement(

@@ -15,7 +15,7 @@ class Gate(base.Kind):
     name = "gate"
     cell_kinds = base.CellKinds(sweep=base.TIME)
     runner = "experiments.gate.runner:run"
-    reporting = base.Reporting(rebuild="experiments.gate.runner:rebuild")
+    reporting = base.Reporting(special_report="experiments.gate.runner:rebuild")
 
     def check(self, config: Config) -> None:
         """Raise UsageError for numbers of pairs and trials, or margins, that are out of range."""
@@ -34,7 +34,7 @@ class Noise(Gate):
 
     name = "noise"
     runner = "experiments.gate.noise:run"
-    reporting = base.Reporting(rebuild="experiments.gate.noise:write")
+    reporting = base.Reporting(special_report="experiments.gate.noise:write")
 
 
 class Power(Gate):
@@ -42,4 +42,4 @@ class Power(Gate):
 
     name = "power"
     runner = "experiments.gate.power:run"
-    reporting = base.Reporting(rebuild="experiments.gate.power:write")
+    reporting = base.Reporting(special_report="experiments.gate.power:write")

@@ -54,7 +54,7 @@ class Predictions(base.Kind):
         "cached": base.SHARE._replace(may_be_empty=True),
         "rounds": base.AT_LEAST_ONE,
     }
-    arms = base.ArmRules(only="trains")
+    arms = base.ArmRules(only_arm="trains")
     measurement = base.Measurement(
         "experiments.measure.predictions:predictions_cell",
         effort=base.Effort.ONCE,
@@ -88,7 +88,7 @@ class Predictions(base.Kind):
                 f"rank {rank}",
                 f"{workload.E:,} x {workload.D}, rank {rank}",
                 workload,
-                (Arm(self.arms.only, rank),),
+                (Arm(self.arms.only_arm, rank),),
                 kind=self.name,
                 options={**options, "ranks": [rank]},
             )

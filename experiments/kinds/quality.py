@@ -70,7 +70,7 @@ class Quality(base.Kind):
         "large": base.OptionRule("in [0, 1]", lambda share: 0 <= share <= 1),
         "timed_steps": base.AT_LEAST_ONE,
     }
-    arms = base.ArmRules(choices=tuple(QUALITY_METHODS))
+    arms = base.ArmRules(optional_arms=tuple(QUALITY_METHODS))
     measurement = base.Measurement(
         "experiments.measure.quality:quality_cell",
         effort=base.Effort.TRAINED,

@@ -87,7 +87,7 @@ class Calibration(OverRanks):
     """Answer what lookups, updates and messages cost on this machine."""
 
     name = "calibration"
-    arms = base.ArmRules(only="constants", ranks=base.Ranks.OF_WORLDS)
+    arms = base.ArmRules(only_arm="constants", ranks=base.Ranks.OF_WORLDS)
     measurement = base.Measurement(
         "experiments.measure.sharding:calibration_cell", effort=base.Effort.ONCE, modes=(Mode.hot,)
     )

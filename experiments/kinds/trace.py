@@ -43,7 +43,7 @@ class Trace(base.Kind):
     name = "trace"
     # The sweep is the user's trace; cases are for comparison.
     cell_kinds = base.CellKinds(cases="", sweep_first=True)
-    arms = base.ArmRules(only="lookups")
+    arms = base.ArmRules(only_arm="lookups")
     measurement = base.Measurement(
         "experiments.measure.trace:trace_cell",
         effort=base.Effort.ONCE,

@@ -28,7 +28,7 @@ def write_report(path: Path, *, draws_figures: bool = True) -> str:
     from experiments.report import document, pages
 
     run_data = Run.read(path)
-    if (answer := run_data.kind.rebuild(path)) is not None:
+    if (answer := run_data.kind.write_special_report(path)) is not None:
         return answer
     store = RunStore(path)
     always = {"results", *run_data.kind.frames([], run_data.config.report)}

@@ -35,14 +35,16 @@ AXES_IN_SHORT_NAMES = ("D=", "B=", "L=", "s=")  # prefixes of the axes in a cell
 def outcome_frame(run: Run) -> pd.DataFrame:
     """Return one row per contender, cell and mode, with its outcome over all processes.
 
-    Records must have the keys cell, arm, label, status and reason; mode and replicate are optional.
-    Of a repeated process the last record counts.
+    Records must have the keys cell, arm, label, status and reason; not checked, and a record
+    without status counts as a failure. The keys mode and replicate are optional. Of a repeated
+    process the last record counts.
 
     Returns:
         A frame with the columns
             cell, arm, label: strings; `arm` is the key of the contender, `label` its name.
             status: a key of `STATUS_MEANINGS`, or a status of a newer harness.
-            reason: the reasons of all failures, joined; "" without failures.
+            reason: the distinct reasons of all failures, joined; "" without failures. In an outcome
+                "partly", the status precedes each reason.
             mode: a string.
             process: the lowest number of a process, an int.
             num_ok: number of processes with status "ok".
@@ -53,9 +55,10 @@ def outcome_frame(run: Run) -> pd.DataFrame:
     frame["mode"] = [mode_of(record) for record in run.records]
     frame["process"] = [replicate_of(record) for record in run.records]
     keys = ["cell", "arm", "mode"]
-    last = frame.drop_duplicates([*keys, "process"], keep="last")
-    last = last.sort_values("process", kind="stable")  # a repeated process has a late record
-    rows = [_combine_processes(group) for _, group in last.groupby(keys, sort=False)]
+    last_records = frame.drop_duplicates([*keys, "process"], keep="last")
+    # A repeated process has a late record.
+    last_records = last_records.sort_values("process", kind="stable")
+    rows = [_combine_processes(group) for _, group in last_records.groupby(keys, sort=False)]
     return pd.DataFrame(rows, columns=[*frame, "num_ok", "num_processes"])
 
 
@@ -110,8 +113,8 @@ def outcome_figures(run: Run) -> list[Figure]:
             f"Cells by contenders. {legend}. Reasons are in the table.",
             f"{len(results)} measurements",
             [
-                _map_panel("Outcomes" if len(modes) == 1 else f"Outcomes, {mode}", in_mode)
-                for mode, in_mode in modes
+                _map_panel("Outcomes" if len(modes) == 1 else f"Outcomes, {mode}", results_of_mode)
+                for mode, results_of_mode in modes
             ],
         )
     ]
@@ -126,7 +129,7 @@ def _map_panel(title: str, results: pd.DataFrame) -> Panel:
     # The longer list becomes the rows, because their labels are horizontal and need less space.
     contenders_are_rows = contenders.nunique() > cells.nunique()
     y_names, x_names = (contenders, cells) if contenders_are_rows else (cells, contenders)
-    entries = [
+    map_squares = [
         Square(
             column,
             row,
@@ -138,7 +141,7 @@ def _map_panel(title: str, results: pd.DataFrame) -> Panel:
     ]
     width = max(5.4, 2.6 + 0.55 * x_names.nunique())
     height = max(2.2, 0.26 * y_names.nunique() + 1.6)
-    return Panel(title, squares(entries), width, height)
+    return Panel(title, squares(map_squares), width, height)
 
 
 def _short_name(cell: str) -> str:
@@ -166,7 +169,7 @@ def failures_table(run: Run) -> Table:
 
 
 def failures_sentence(run: Run) -> str:
-    """Count the failures by status; without any, return the success message of the run's kind."""
+    """Return a sentence: the number of failures by status, or without any the kind's `success`."""
     statuses = outcome_frame(run)["status"]
     failures = statuses[statuses != "ok"].value_counts()
     if not len(failures):

@@ -37,7 +37,7 @@ def page_of(run: Run) -> Page:
         *(Section(part.title, [part.paragraph], table=part.table) for part in tables),
         *result_sections,
         Section("Failures", [outcomes.failures_sentence(run)], table=outcomes.failures_table(run)),
-        Section("How to read this", points=[*notes.how_to_read(run), *run.kind.how_to_read()]),
+        Section("How to read this", points=[*notes.how_to_read(run), *run.kind.notes()]),
         Section("Reproduce", code=str(run.environment.get("command", ""))),
         Section(
             "Machine",

@@ -16,10 +16,15 @@ from enum import Enum
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from experiments.workloads.distributions import Ids, Reals
+from experiments.workloads.distributions import Reals
 
-NEVER = np.iinfo(np.int64).max  # instead of a next access, for the last access to a row
+Bools = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+# Next access, and rank, of an access whose row is not accessed again.
+NEVER = np.iinfo(np.int64).max
 # Subgradient step k of `max_lookup_hits` has the length FIRST_STEP / (1 + k / DECAY_STEPS) × bound
 # ÷ norm. The bound is valid with any values; how tight it is with others was not measured.
 FIRST_STEP, DECAY_STEPS = 0.05, 20
@@ -39,14 +44,14 @@ class RowTrace:
         first_lookups: index in its batch of the first lookup of each access, int64 [accesses].
     """
 
-    rows: Ids
-    lookups: Ids
-    batch_starts: Ids
+    rows: Integers
+    lookups: Integers
+    batch_starts: Integers
     num_warm: int
-    first_lookups: Ids
+    first_lookups: Integers
 
     @classmethod
-    def of(cls, batches: Sequence[Ids], num_warm: int) -> RowTrace:
+    def of(cls, batches: Sequence[Integers], num_warm: int) -> RowTrace:
         """Build from at least one batch of ids >= 0, int64 [lookups] in any order, with repetition.
 
         `num_warm` is the number of first batches that are not counted.
@@ -59,7 +64,7 @@ class RowTrace:
         return cls(rows, lookups, batch_starts, num_warm, first_lookups)
 
     @property
-    def access_batches(self) -> Ids:
+    def access_batches(self) -> Integers:
         """Return the number of the batch of each access."""
         return np.repeat(np.arange(len(self.batch_starts) - 1), np.diff(self.batch_starts))
 
@@ -68,12 +73,12 @@ class RowTrace:
         for b in range(self.num_warm, len(self.batch_starts) - 1):
             yield slice(int(self.batch_starts[b]), int(self.batch_starts[b + 1]))
 
-    def next_accesses(self) -> Ids:
+    def next_accesses(self) -> Integers:
         """Return per access the next access to its row, or NEVER."""
-        return other_accesses(self.rows, -1, NEVER)
+        return shifted_accesses(self.rows, -1, NEVER)
 
 
-def other_accesses(rows: Ids, periods: int, fill: int) -> Ids:
+def shifted_accesses(rows: Integers, periods: int, fill: int) -> Integers:
     """Return per access the access to the same row `periods` accesses of that row earlier.
 
     Args:
@@ -96,8 +101,8 @@ class Hits:
     lookups: list[int]
 
 
-def hits_per_batch(trace: RowTrace, is_hit: Reals | Ids) -> Hits:
-    """Return the hits per counted batch; `is_hit` is 1 or 0 per access of the trace, [accesses]."""
+def hits_per_batch(trace: RowTrace, is_hit: Bools) -> Hits:
+    """Return the hits per counted batch; `is_hit` is bool [accesses], for all of the trace."""
     pairs = [(is_hit[s], trace.lookups[s]) for s in trace.counted_batches()]
     return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
 
@@ -105,9 +110,9 @@ def hits_per_batch(trace: RowTrace, is_hit: Reals | Ids) -> Hits:
 def offline_hits(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of Belady's MIN: no cache of `capacity` rows serves more accesses.
 
-    Of its rows and the rows of a batch, the cache keeps those that are looked up again soonest. If
-    several rows recur in the same batch, it prefers those with more lookups there: that serves more
-    lookups and equally many rows.
+    After each batch the cache keeps, of its rows and the batch's, those that are looked up again
+    soonest. If several rows recur in the same batch, it prefers those with more lookups there: that
+    serves more lookups and equally many rows.
     """
     next_accesses = trace.next_accesses()
     is_last = next_accesses == NEVER
@@ -123,7 +128,7 @@ def offline_hits(trace: RowTrace, capacity: int) -> Hits:
     rank_of_row[warm_rows] = ranks[warm_accesses]  # a later access to a row overwrites
     cached_rows = _lowest_ranked(np.unique(warm_rows), rank_of_row, capacity)
     is_row_cached[cached_rows] = True
-    is_hit = np.zeros(len(trace.rows), np.int64)
+    is_hit = np.zeros(len(trace.rows), bool)
     for accesses in trace.counted_batches():
         rows = trace.rows[accesses]
         is_cached = is_row_cached[rows]
@@ -136,7 +141,7 @@ def offline_hits(trace: RowTrace, capacity: int) -> Hits:
     return hits_per_batch(trace, is_hit)
 
 
-def _lowest_ranked(rows: Ids, rank_of_row: Ids, capacity: int) -> Ids:
+def _lowest_ranked(rows: Integers, rank_of_row: Integers, capacity: int) -> Integers:
     """Return up to `capacity` of the rows, those of lowest rank; drop rows whose rank is NEVER."""
     rows = rows[rank_of_row[rows] != NEVER]
     if len(rows) <= capacity:
@@ -157,7 +162,7 @@ def static_top_hits(trace: RowTrace, capacity: int) -> Hits:
     is_first_access = np.ones(len(trace.rows), bool)
     next_accesses = trace.next_accesses()
     is_first_access[next_accesses[next_accesses != NEVER]] = False
-    return hits_per_batch(trace, (is_row_cached[trace.rows] & ~is_first_access).astype(np.int64))
+    return hits_per_batch(trace, is_row_cached[trace.rows] & ~is_first_access)
 
 
 def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> float:
@@ -173,8 +178,8 @@ def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> flo
     price = np.zeros(num_batches)
     lowest_bound = float((gain * num_rows).sum())
     for step_index in range(num_steps):
-        price_before = np.concatenate([[0.0], np.cumsum(price)])
-        profit = gain - (price_before[end] - price_before[begin])
+        cumulative_price = np.concatenate([[0.0], np.cumsum(price)])
+        profit = gain - (cumulative_price[end] - cumulative_price[begin])
         cached_rows = num_rows * (profit > 0)
         bound = capacity * price.sum() + float((profit * cached_rows).sum())
         lowest_bound = min(lowest_bound, bound)
@@ -192,7 +197,7 @@ def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> flo
     return lowest_bound
 
 
-def _cacheable_intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
+def _cacheable_intervals(trace: RowTrace) -> tuple[Integers, Integers, Reals, Reals]:
     """Return the intervals [begin, end) of batches between two accesses to a row.
 
     The four arrays are: begin, end, the lookups served if a row is cached through the interval, and
@@ -242,7 +247,7 @@ def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     num_rows = int(trace.rows.max(initial=0)) + 1
     is_row_cached = np.zeros(num_rows, bool)
     rank_of_row = np.zeros(num_rows, np.int64)
-    is_hit = np.zeros(len(trace.rows), np.int64)
+    is_hit = np.zeros(len(trace.rows), bool)
     for batch, (start, end) in enumerate(itertools.pairwise(trace.batch_starts)):
         rows, lookups = trace.rows[start:end], trace.lookups[start:end]
         is_cached = is_row_cached[rows]

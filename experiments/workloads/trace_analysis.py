@@ -73,7 +73,7 @@ def batch_distances(trace: RowTrace) -> Ids:
 
 def _previous_accesses(rows: Ids) -> Ids:
     """Return, for each access, the previous access to the same row, -1 for the first."""
-    return cache_bounds.other_accesses(rows, 1, -1)
+    return cache_bounds.shifted_accesses(rows, 1, -1)
 
 
 def _count_earlier_at_most(values: Ids) -> Ids:

@@ -38,7 +38,7 @@ class Locality(Kind):
 
     name = "locality"
     options = Options
-    arms = ArmRules(only="lookups")
+    arms = ArmRules(only_arm="lookups")
     measurement = Measurement(effort=Effort.ONCE, modes=(Mode.hot,), makes_tables=False)
     reporting = Reporting(
         comparability=Comparability.MACHINES, success="None: {count} workloads were drawn."

@@ -101,7 +101,7 @@ def test_law_top_is_what_a_long_trace_gives() -> None:
     rng = np.random.default_rng(5)
     batches = [distributions.zipf_ranks(rng, lookups, rows, 1.0) for _ in range(600)]
     trace = cache_bounds.RowTrace.of(batches, 300)
-    chosen = ((trace.rows >= 1) & (trace.rows <= capacity)).astype(np.int64)
+    chosen = (trace.rows >= 1) & (trace.rows <= capacity)
     hits = cache_bounds.hits_per_batch(trace, chosen)
     distinct = sum(s.stop - s.start for s in trace.counted_batches())
     by_lookup, by_row = cache_bounds.expected_hit_rates(
