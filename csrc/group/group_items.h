@@ -122,7 +122,8 @@ inline constexpr int64_t kInsertionSortItems = 24;  // maximum of an insertion s
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
 inline constexpr int64_t kOneStreamItems = 2048;
 inline constexpr int kCounterStreams = 4, kUnbucketedStreams = 2;
-// Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
+// Maximum size of an input of one part that group_items sorts without buckets. tbe_group calls
+// group_runs only if no run is longer; group_runs does not check that.
 inline constexpr int64_t kSmallInput = int64_t{1} << 19;
 inline constexpr int kBucketDigitBits = 8;       // maximum width of a digit in a bucket
 inline constexpr int kUnbucketedDigitBits = 11;  // maximum width of a digit without buckets
@@ -143,10 +144,11 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) 
     const int shift = bits * pass / num_passes, width = bits * (pass + 1) / num_passes - shift;
     const int64_t num_digits = int64_t{1} << width;
     std::memset(counters, 0, (sizeof(uint32_t) * kStreams) << width);
-    const RadixPass<kStreams, Item> radix{source, n, shift, static_cast<uint32_t>(num_digits - 1)};
-    radix.count(counters, num_digits);
+    const RadixPass<kStreams, Item> digit_pass{source, n, shift,
+                                               static_cast<uint32_t>(num_digits - 1)};
+    digit_pass.count(counters, num_digits);
     counts_to_offsets(counters, kStreams, num_digits, [](int64_t, uint32_t) {});
-    radix.scatter(counters, num_digits, target);
+    digit_pass.scatter(counters, num_digits, target);
     std::swap(source, target);
   }
   if (source != items) std::memcpy(items, source, n * sizeof(Item));
@@ -197,9 +199,9 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t no_group_key) {
 
 // Write the groups and the permutation of items [begin, end) of `sorted`, which has all items in
 // order. No group may extend beyond the range; not checked. `last_group` is the number of the last
-// group before the range, -1 for none. Return the number of the last group up to the end of the
-// range: `last_group` if no item of the range belongs to a group. `key_base` is added to the keys
-// in `out.unique`. Call `emit(j, position)` for every item j, also for items without a group.
+// group before the range, -1 for none. Return the same for the end of the range. `key_base` is
+// added to the keys in `out.unique`. Call `emit(j, position)` for every item j, also for items
+// without a group.
 template <class Item, class Emit>
 int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t last_group,
                      uint64_t no_group_key, const GroupOutput& out, const Emit& emit,
@@ -253,7 +255,9 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
   const int wanted_bucket_bits =
       static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - kBucketItemsLog2 - 1;
   const int bucket_bits = std::clamp(wanted_bucket_bits, 0, std::min(bits, kMaxBucketBits));
-  const int low_bits = bits - bucket_bits;  // by which a bucket is sorted
+  // By which a bucket is sorted. With 64 bits of key it must be below 64, so fewer than 128 items
+  // must be one part; group_parts makes them one.
+  const int low_bits = bits - bucket_bits;
   const int64_t num_buckets = int64_t{1} << bucket_bits;
   const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
   if (num_parts == 1 && n <= kSmallInput) {
@@ -266,7 +270,7 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
     return finish_groups(items.get(), n, last_group + 1, no_group_key, out);
   }
   std::vector<uint32_t> counters(num_parts * kCounterStreams * num_buckets, 0);
-  const auto radix_pass = [&](int64_t part) {
+  const auto bucket_pass = [&](int64_t part) {
     return RadixPass<kCounterStreams, Item>{items.get() + part_begins[part],
                                             part_begins[part + 1] - part_begins[part], low_bits,
                                             static_cast<uint32_t>(num_buckets - 1)};
@@ -275,14 +279,14 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
     fill(part, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<ItemWord>(key), static_cast<ItemWord>(position)};
     });
-    radix_pass(part).count(counters.data() + part * kCounterStreams * num_buckets, num_buckets);
+    bucket_pass(part).count(counters.data() + part * kCounterStreams * num_buckets, num_buckets);
   });
   std::vector<int64_t> bucket_starts(num_buckets + 1, n);
   counts_to_offsets(counters.data(), num_parts * kCounterStreams, num_buckets,
                     [&](int64_t bucket, uint32_t offset) { bucket_starts[bucket] = offset; });
   parallel_tasks(num_parts, [&](int64_t part) {
-    radix_pass(part).scatter(counters.data() + part * kCounterStreams * num_buckets, num_buckets,
-                             sorted.get());
+    bucket_pass(part).scatter(counters.data() + part * kCounterStreams * num_buckets, num_buckets,
+                              sorted.get());
   });
 
   const auto cost_before = [&](int64_t bucket) { return bucket_starts[bucket] + bucket; };
@@ -316,13 +320,14 @@ struct KeyRun {
 // item belongs to a group. Each run is sorted alone, by the bits of its key range, and usually in
 // the cache of a core. `fill(r, put)` must call `put(position, key - key_base)` once for
 // each position of run r. `emit(j, position)` is called once for every item, as by group_items. One
-// thread makes all calls if num_threads() is 1; otherwise several threads may call both at once,
-// for different runs. A thread sorts whole runs, so all threads wait for the longest run. Throws
-// std::bad_alloc, before the first call.
+// thread makes all calls if num_threads() is 1; otherwise several threads may call `fill` and
+// `emit` at once, for different runs. A thread sorts whole runs, so all threads wait for the
+// longest run. Throws std::bad_alloc, before the first call.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
                 const GroupOutput& out, const Emit& emit) {
-  constexpr uint64_t kUnusedKey = ~uint64_t{0};  // no item has it: every item belongs to a group
+  // No item has this key, so every item belongs to a group.
+  constexpr uint64_t kNoUngroupedKey = ~uint64_t{0};
   const int64_t num_runs = static_cast<int64_t>(runs.size());
   const auto run_begin = [&](int64_t run) { return run < num_runs ? runs[run].begin : n; };
   const Scratch<Item32> items = new_scratch<Item32>(n);
@@ -341,8 +346,8 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
         begin, scratch, length, bits, unbucketed_digit_bits(length, kWideRunItems));
   };
   const auto write_run = [&](int64_t run, int64_t last_group) {
-    return write_groups(items.get(), run_begin(run), run_begin(run + 1), last_group, kUnusedKey,
-                        out, emit, runs[run].key_base);
+    return write_groups(items.get(), run_begin(run), run_begin(run + 1), last_group,
+                        kNoUngroupedKey, out, emit, runs[run].key_base);
   };
   std::vector<int64_t> groups_before(num_runs + 1, 0);
   if (num_threads() == 1) {
@@ -361,7 +366,7 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
       for (int64_t run = begin; run < end; ++run) {
         sort_run(run, scratch_of_range);
         groups_before[run + 1] = count_groups(items.get() + run_begin(run),
-                                              run_begin(run + 1) - run_begin(run), kUnusedKey);
+                                              run_begin(run + 1) - run_begin(run), kNoUngroupedKey);
       }
     });
     for (int64_t run = 0; run < num_runs; ++run) groups_before[run + 1] += groups_before[run];
@@ -369,7 +374,7 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
       for (int64_t run = begin; run < end; ++run) write_run(run, groups_before[run] - 1);
     });
   }
-  finish_groups(items.get(), n, groups_before[num_runs], kUnusedKey, out);
+  finish_groups(items.get(), n, groups_before[num_runs], kNoUngroupedKey, out);
 }
 
 // Return the number of parts into which an input of n items should be divided: at least 1, at most

@@ -5,13 +5,13 @@
 // not depend on the order of threads.
 //
 // Misses are numbered by table and first position, without a sort. A plan of the batch lists its
-// segments, and thereby the positions, in the order of their tables. The number of a miss is the
-// number of first positions before its own in this order. One kernel (hash_number_kernel) counts
-// them. It divides the batch into parts in the order of the plan, and blocks take parts in order. A
-// block publishes how many first positions its part has, and adds up the counts of the earlier
-// parts. Then it writes the number of each of its misses into the cell of the key, from which later
-// positions of the key read it. A block waits for parts that were taken before its own, so for
-// blocks that run or have finished. Therefore all waits end.
+// segments, and thereby the positions, in the order of their tables. In this order the first
+// positions of the misses are counted: the k-th one has the miss with number k, from 0. One kernel
+// (hash_number_kernel) counts them. It divides the batch into parts in the order of the plan, and
+// blocks take parts in order. A block publishes how many first positions its part has, and adds up
+// the counts of the earlier parts. Then it writes the number of each of its misses into the cell of
+// the key, from which later positions of the key read it. A block waits only for parts that were
+// taken before its own. Their blocks run already or have finished, so every wait ends.
 #pragma once
 
 #include "hash/args.h"
@@ -78,15 +78,16 @@ struct MissOutput {
   int32_t* groups;                              // [n]
 };
 
-// The plan of a batch, in scratch memory. F is the number of segments.
+// The plan of a batch, in scratch memory. F is the number of segments. hash_begin_batch_kernel
+// (find.cuh) writes the plan and sets `part_counts`, `num_taken_parts` and `num_misses` to 0;
+// hash_touch_kernel counts the misses.
 struct BatchPlan {
   int32_t* segments;  // [F], the segments in the order of their tables; segments of no table last
   int64_t* starts;    // [F + 1], where each segment starts in the order of the plan, then the end
-  int32_t* next_indices;  // [T + 1], used by plan_batch: the index in `segments` at which the next
-                          // segment of each table is written, then the next segment of no table
-  int64_t* num_misses;    // [T], by table
-  // [parts], 1 plus the number of first positions in each part of the batch; 0 until a block has
-  // counted them.
+  int32_t* write_indices;  // [T + 1], used by plan_batch: the index in `segments` at which the next
+                           // segment of each table is written, then the next segment of no table
+  int64_t* num_misses;     // [T], by table
+  // [parts]: 0 until a block has counted the first positions of the part, then their number + 1.
   int32_t* part_counts;
   int32_t* num_taken_parts;  // [1], the number of parts that blocks have taken
   int32_t* is_valid;  // [1], whether the segments cover the batch from starts[0] >= 0 on, in order
@@ -117,7 +118,8 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
 // Write the plan of a batch: sort its segments by table with a stable counting sort. Positions
 // before the first segment come after all segments in the order of the plan. If the segments do not
 // cover the rest of the batch in order, the plan is invalid, and hash_number_kernel finds no
-// misses. All threads of one block must call this.
+// misses. `batch.starts` must have an element, also without segments. All threads of one block must
+// call this.
 EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPlan& plan) {
   __shared__ int64_t sums[kBlockWarps];
   __shared__ int tile_tables[kTileThreads];
@@ -129,10 +131,10 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   };
   if (self == 0) is_valid = batch.starts[0] >= 0 && batch.starts[batch.num_segments] == batch.n;
   // Count the segments of each table.
-  for (int t = self; t <= num_tables; t += kTileThreads) plan.next_indices[t] = 0;
+  for (int t = self; t <= num_tables; t += kTileThreads) plan.write_indices[t] = 0;
   __syncthreads();
   for (int f = self; f < batch.num_segments; f += kTileThreads) {
-    atomicAdd(plan.next_indices + table_of(f), 1);
+    atomicAdd(plan.write_indices + table_of(f), 1);
     if (batch.starts[f] > batch.starts[f + 1]) is_valid = 0;
   }
   __syncthreads();
@@ -141,8 +143,8 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   for (int tile = 0; tile <= num_tables; tile += kTileThreads) {
     const int t = tile + self;
     const int64_t begin =
-        sum_before + exclusive_sum(t <= num_tables ? plan.next_indices[t] : 0, sums, &total);
-    if (t <= num_tables) plan.next_indices[t] = static_cast<int32_t>(begin);
+        sum_before + exclusive_sum(t <= num_tables ? plan.write_indices[t] : 0, sums, &total);
+    if (t <= num_tables) plan.write_indices[t] = static_cast<int32_t>(begin);
     sum_before += total;
   }
   // Place the segments, a tile at a time, one per thread. A segment comes after the segments of its
@@ -151,11 +153,11 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     const int f = tile + self, t = f < batch.num_segments ? table_of(f) : -1;
     tile_tables[self] = t;
     __syncthreads();
-    int index = t < 0 ? 0 : plan.next_indices[t];
+    int index = t < 0 ? 0 : plan.write_indices[t];
     for (int other = 0; other < self; ++other) index += tile_tables[other] == t;
     if (t >= 0) plan.segments[index] = f;
     __syncthreads();
-    if (t >= 0) atomicAdd(plan.next_indices + t, 1);
+    if (t >= 0) atomicAdd(plan.write_indices + t, 1);
   }
   __syncthreads();
   // Add up the lengths of the segments.
@@ -233,21 +235,21 @@ EMB_DEVICE int64_t publish_and_sum_counts(const BatchPlan& plan, unsigned part,
   return total;
 }
 
-// Add the uses of positions that are not the first position of their key to `totals`. `group` is
-// the miss of this lane's position, -1 for a lane that adds nothing. `uses` is by position; null
-// for 1 each. If it is null, one lane adds for all lanes of the warp with the same miss. All 32
-// lanes must call this.
-EMB_DEVICE void add_repeated_uses(int32_t group, const int64_t* uses, int64_t position,
+// Add the uses of this lane's position to the total of its miss, unless `miss` is -1. Totals
+// saturate. Call this only for positions that are not the first of their key. `uses` is by
+// position; null for 1 each. If it is null, one lane adds for all lanes of the warp with the same
+// miss. All 32 lanes must call this.
+EMB_DEVICE void add_repeated_uses(int32_t miss, const int64_t* uses, int64_t position,
                                   int64_t* totals) {
-  if (!__any_sync(simt::kFullMask, group >= 0)) return;
+  if (!__any_sync(simt::kFullMask, miss >= 0)) return;
   __threadfence();  // the uses of the first position were written before its number
   if (uses != nullptr) {
-    if (group >= 0) add_uses_to(totals + group, uses[position]);
+    if (miss >= 0) add_uses_to(totals + miss, uses[position]);
     return;
   }
-  const unsigned same_lanes = __match_any_sync(simt::kFullMask, group);
+  const unsigned same_lanes = __match_any_sync(simt::kFullMask, miss);
   const bool is_leader = __ffs(static_cast<int>(same_lanes)) - 1 == lane_in_warp();
-  if (group >= 0 && is_leader) add_uses_to(totals + group, __popc(same_lanes));
+  if (miss >= 0 && is_leader) add_uses_to(totals + miss, __popc(same_lanes));
 }
 
 // Blocks per multiprocessor of the next kernel. The bound allows up to 40 registers per thread;
@@ -255,7 +257,8 @@ EMB_DEVICE void add_repeated_uses(int32_t group, const int64_t* uses, int64_t po
 inline constexpr int kNumberBlocksPerSm = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
-// each. The grid must have one block per part, and all missing keys must have claimed their cells.
+// each. The grid must have one block per part. `plan` must be that of hash_begin_batch_kernel, and
+// all missing keys must have claimed their cells in hash_touch_kernel; else blocks wait for ever.
 // Elements of out.first_positions and out.totals after the last miss become 0. Each position that
 // is not the first position of a miss writes one of these zeros; the first such position writes the
 // last element.
@@ -297,9 +300,9 @@ inline constexpr int kNumberBlocksPerSm = 6;
       atomicExch(keys.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
     }
     __syncthreads();  // the numbers of this tile are written before its threads wait for them
-    const int32_t group = cell == kNoCell ? -1 : keys.wait_for_number(cell);
-    if (position >= 0) out.groups[position] = group;
-    add_repeated_uses(is_first ? -1 : group, uses, position, out.totals);
+    const int32_t miss = cell == kNoCell ? -1 : keys.wait_for_number(cell);
+    if (position >= 0) out.groups[position] = miss;
+    add_repeated_uses(is_first ? -1 : miss, uses, position, out.totals);
   });
 }
 
@@ -318,7 +321,7 @@ BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned
   allocate_arrays(work, [&](const auto& take) {
     take(plan.segments, batch.num_segments);
     take(plan.starts, int64_t{batch.num_segments} + 1);
-    take(plan.next_indices, int64_t{num_tables} + 1);
+    take(plan.write_indices, int64_t{num_tables} + 1);
     take(plan.num_misses, num_tables);
     take(plan.part_counts, parts);
     take(plan.num_taken_parts, 1);
