@@ -50,8 +50,8 @@ class Target:
 
     Args:
         leaf: leaf of the state to load into.
-        buffer: tensor to read into, of the saved size; it may be the value of the leaf. Any other
-            value, which the value that is read replaces.
+        buffer: for a tensor, the tensor of the saved size to read into; it may be the value of the
+            leaf. For another value, anything: the value that is read replaces it.
     """
 
     def __init__(self, leaf: Leaf, buffer: Any) -> None:
@@ -72,12 +72,13 @@ class RowStateTarget(Target):
         leaf: leaf with a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`; `finish` writes to
             its memory.
         size: the saved size: `[R]`, or `[R, intervals]`.
-        cuts: first columns of the saved intervals, and the end; None if the table was not cut.
+        column_cuts: first columns of the saved intervals, and the end; None if the table was not
+            cut.
     """
 
-    def __init__(self, leaf: Leaf, size: torch.Size, cuts: Sequence[int] | None) -> None:
+    def __init__(self, leaf: Leaf, size: torch.Size, column_cuts: Sequence[int] | None) -> None:
         value: Tensor = leaf.value
-        self._column_cuts = cuts
+        self._column_cuts = column_cuts
         self._width = size[1] if len(size) > 1 else 1
         spans = [(0, size[0])]
         if isinstance(value, ShardedTable):
@@ -148,9 +149,10 @@ def load(
         path: directory of the checkpoint, also one of torch.distributed.checkpoint.
         ranks: the ranks that load; by default all processes, or this process alone.
         strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged,
-            but states of a dynamic table whose keys are loaded start from their initial values, and
-            are left out of nested dicts; and tables with a fused optimizer count the steps of the
-            loaded tables with an equal one. Values that only the checkpoint has are ignored.
+            with two exceptions. States of a dynamic table whose keys are loaded start from their
+            initial values, and are left out of nested dicts. Tables with a fused optimizer count
+            the steps of the loaded tables with an equal one. Values that only the checkpoint has
+            are ignored.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, it lacks a value, a tensor has
@@ -198,7 +200,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
 
     The newest has the greatest number at the end of its name, such as `step_1200`. Directories
     without a number are ignored. Rank 0 searches, and all ranks get its result: None if the
-    directory is missing or rank 0 must not read it.
+    directory is missing or rank 0 has no permission to read it.
     """
     from emblib.sharding.checkpoints.files import METADATA
 
@@ -311,8 +313,8 @@ class _Loading:
         values: dict[str, Any] = dict.fromkeys(names)
         tensors = {name: self.saved[name] for name in values if self._is_tensor(name)}
         self._check_complete(tensors)
-        for name, saved in tensors.items():
-            values[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        for name, metadata in tensors.items():
+            values[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype, device="cpu")
         if values:
             read(values, self.reader, RankGroup.single())
         return values
@@ -357,20 +359,20 @@ class _Loading:
         Raises CheckpointError unless `notes` has valid cuts of saved states.
         """
         try:
-            cuts = {name: tuple(edges) for name, edges in json.loads(notes)["cuts"].items()}
-            for name, edges in cuts.items():
-                are_ints = all(type(edge) is int for edge in edges)
-                if not are_ints or edges[:1] != (0,) or list(edges) != sorted(set(edges)):
-                    raise ValueError(f"cuts of {name} are {edges}")
+            column_cuts = {name: tuple(cuts) for name, cuts in json.loads(notes)["cuts"].items()}
+            for name, cuts in column_cuts.items():
+                are_ints = all(type(cut) is int for cut in cuts)
+                if not are_ints or cuts[:1] != (0,) or list(cuts) != sorted(set(cuts)):
+                    raise ValueError(f"cuts of {name} are {cuts}")
                 size = tuple(getattr(self.saved.get(name), "size", ()))
-                if len(size) != 2 or size[1] != len(edges) - 1:
-                    raise ValueError(f"cuts of {name}, of the size {size}, are {edges}")
+                if len(size) != 2 or size[1] != len(cuts) - 1:
+                    raise ValueError(f"cuts of {name}, of the size {size}, are {cuts}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path}: the entry {NOTES!r} is no note of emblib.sharding.checkpoints "
                 f"({type(error).__name__}: {error})"
             ) from error
-        return cuts
+        return column_cuts
 
     def _add_missing_optimizer_states(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
         """Allocate states that a `torch.optim` optimizer creates in its first step.
@@ -457,14 +459,14 @@ class _Loading:
         saved_names = [n for n in layouts if n in self.saved and self._is_tensor(n)]
         saved_layouts = {n: v.to(torch.int64) for n, v in self._read_small(saved_names).items()}
         # Older checkpoints have cores without a layout.
-        tables_without = {
+        unsaved_layouts = {
             name
             for name in layouts.keys() - saved_layouts.keys()
             if _sibling(name, "cores.0") in self.saved
         }
         problems = [
             f"{_sibling(name, 'cores')}: {problem}"
-            for name in sorted(saved_layouts.keys() | tables_without)
+            for name in sorted(saved_layouts.keys() | unsaved_layouts)
             if (
                 problem := layout_entry.describe_difference(
                     saved_layouts.get(name), layouts[name].value
@@ -473,9 +475,9 @@ class _Loading:
         ]
         if problems:
             raise CheckpointError(f"{self.path} is of other tables; {_join_texts(problems, '; ')}")
-        for name in tables_without:  # the sizes of the cores are checked instead
+        for name in unsaved_layouts:  # the sizes of the cores are checked instead
             del layouts[name].container[layouts[name].key]
-        return [leaf for leaf in all_leaves if leaf.name not in tables_without]
+        return [leaf for leaf in all_leaves if leaf.name not in unsaved_layouts]
 
     def _check_id_mappings(self, all_leaves: Sequence[Leaf]) -> None:
         """Raise CheckpointError where ids read other rows than those of the saved table."""
@@ -532,28 +534,30 @@ class _Loading:
         local_spans = run_on_all_ranks(
             ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed}
         )
-        spans_of_ranks = ranks.gather_objects(local_spans)
+        rows_by_rank = ranks.gather_objects(local_spans)
         return run_on_all_ranks(
             ranks,
-            lambda: {leaf.name: self._make_target(leaf, spans_of_ranks) for leaf in self.leaves},
+            lambda: {leaf.name: self._make_target(leaf, rows_by_rank) for leaf in self.leaves},
         )
 
-    def _make_target(self, leaf: Leaf, spans: list[dict[str, dict[int, Span]]]) -> Target:
+    def _make_target(self, leaf: Leaf, rows_by_rank: list[dict[str, dict[int, Span]]]) -> Target:
         """Return the target of a leaf.
 
-        `spans` are the rows of keyed tables that each rank reads, by rank, name and block.
+        `rows_by_rank` are the rows of keyed tables that each rank reads, by rank, name and block.
         """
         value, size = leaf.value, self._saved_size(leaf)
         if size is not None and has_row_per_key(leaf.name, self.saved):
             if not isinstance(value, KeyedRows):
                 return Target(leaf, torch.empty(size, dtype=value.dtype, device="cpu"))
-            span_of_block = {
-                block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()
+            rows_by_block = {
+                block: rows
+                for by_name in rows_by_rank
+                for block, rows in by_name[leaf.name].items()
             }
-            return Target(leaf, _allocate_rows(value, size, span_of_block))
-        cuts = self.column_cuts.get(leaf.name)
-        if size is not None and (cuts is not None or isinstance(value, RowStates)):
-            return RowStateTarget(leaf, size, cuts)
+            return Target(leaf, _allocate_rows(value, size, rows_by_block))
+        column_cuts = self.column_cuts.get(leaf.name)
+        if size is not None and (column_cuts is not None or isinstance(value, RowStates)):
+            return RowStateTarget(leaf, size, column_cuts)
         return Target(leaf, value)
 
     def read_optimizer_numbers(self, targets: Mapping[str, Target]) -> dict[str, Target]:
