@@ -1,8 +1,8 @@
 // Parallel loops on torch's intra-op threads. Work is divided by cost, not by the number of items,
 // and no result may depend on where it is divided. The functions return when all calls have
-// returned. Several threads may call a `task` or `body` at once. It should not throw: a call that
-// throws skips only the calls that its thread would have made later, and the loop then throws the
-// exception of one call, or, if it had several tasks, torch's std::runtime_error in its place.
+// returned. Several threads may call a `task` or `body` at once. It should not throw. After an
+// exception, its thread makes no more calls; other threads make all of theirs. Then the loop
+// throws: that exception if there was one task, else torch's std::runtime_error.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -24,9 +24,9 @@ void parallel_tasks(int64_t count, const Task& task) {
   });
 }
 
-// Return where part `part` of `parts` of [0, n) begins: the first i with a cost(i) of at least
-// part/parts of cost(n). `cost(i)`, the cost of [0, i), should not decrease; if it does, parts are
-// still disjoint and complete, but not balanced.
+// Return where part `part` of `parts` of [0, n) begins: 0 for part 0, n for part `parts`, else the
+// first i with cost(i) >= floor(cost(n) * part / parts). `cost(i)` is the cost of [0, i). If it
+// decreases but cost(n) >= 0, parts are still disjoint and complete, but not balanced.
 template <class Cost>
 int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   if (part == 0) return 0;

@@ -53,11 +53,11 @@ struct WarpValues {
 //
 // The host calls `run`, always on one system thread and not from a kernel. The fiber of the current
 // thread of the kernel calls the other functions. `where` is the source line of the call in the
-// kernel: threads meet only at the same line. `run` throws std::runtime_error for a wrong size of
-// the launch, without memory for stacks, and for a violation of core/simt.cuh that the emulation
-// detects; after a violation it drops the stacks of the threads without running destructors. Reads
-// of dynamic shared memory too early or too late are not detected, except that `map_shared` refuses
-// another block's memory before the first cluster barrier.
+// kernel: threads meet only at the same line. `run` throws std::runtime_error if the launch has a
+// wrong size, if there is no memory for stacks, or if the emulation detects a violation of
+// core/simt.cuh; after a violation it drops the stacks of the threads without running destructors.
+// Reads of dynamic shared memory too early or too late are not detected, except that `map_shared`
+// refuses another block's memory before the first cluster barrier.
 class Machine {
  public:
   static Machine& get() {
@@ -71,8 +71,9 @@ class Machine {
            unsigned cluster = 1) {
     if (block.volume() == 0 || block.volume() > kMaxThreads || grid.volume() == 0) {
       throw std::runtime_error(
-          "simt: a launch needs blocks of 1 to 1024 threads and at least one, got " +
-          std::to_string(block.volume()) + " and " + std::to_string(grid.volume()));
+          "simt: a launch needs at least one block, of 1 to 1024 threads, got " +
+          std::to_string(block.volume()) + " threads and " + std::to_string(grid.volume()) +
+          " blocks");
     }
     if (cluster == 0 || cluster > kMaxCluster || grid.x % cluster != 0) {
       throw std::runtime_error("simt: clusters of 1 to 8 blocks must divide the grid, got " +
@@ -227,11 +228,11 @@ class Machine {
   }
 
   [[noreturn]] void fail_at(std::source_location where, const std::string& message) {
-    stop(location_text(where) + ": " + message);
+    fail(location_text(where) + ": " + message);
   }
 
   // End the launch from inside a kernel: `run` throws an error with this message.
-  [[noreturn]] void stop(const std::string& message) {
+  [[noreturn]] void fail(const std::string& message) {
     failure_message_ = "simt: block (" + block_name() + "), thread " +
                        std::to_string(thread_in_block()) + ": " + message;
     fibers_[current_thread_]->switch_to(main_fiber_);
@@ -355,20 +356,20 @@ class Machine {
     machine.fibers_[machine.current_thread_]->finish_switch();
     for (;;) {
       (*machine.kernel_)();
-      machine.leave();
+      machine.finish_thread();
     }
   }
 
   // Handle the return of the current thread from the kernel.
-  void leave() {
+  void finish_thread() {
     const unsigned self = current_thread_, warp = self / 32;
     Block& block = blocks_[block_rank()];
     if (block.num_at_barrier > 0) {
-      stop("a thread leaves the kernel while others wait at the __syncthreads of " +
+      fail("a thread leaves the kernel while others wait at the __syncthreads of " +
            location_text(block.barrier));
     }
     if (num_at_cluster_barrier_ > 0) {
-      stop("a thread leaves the kernel while others wait at the cluster_sync of " +
+      fail("a thread leaves the kernel while others wait at the cluster_sync of " +
            location_text(cluster_barrier_));
     }
     runnable_lanes_[warp] &= ~(1u << lane());
@@ -406,7 +407,7 @@ class Machine {
         return warp * 32 + static_cast<unsigned>(lane);
       }
     }
-    stop("deadlock, no thread can go on:" + waiting_report());
+    fail("deadlock, no thread can go on:" + waiting_report());
   }
 
   // Complete a collective when the last lane of its mask has arrived: store the values of these
@@ -478,7 +479,7 @@ class Machine {
 };
 
 // End the launch from inside a kernel with an error.
-[[noreturn]] inline void fail(const std::string& message) { Machine::get().stop(message); }
+[[noreturn]] inline void fail(const std::string& message) { Machine::get().fail(message); }
 
 }  // namespace emb::simt
 

@@ -44,9 +44,9 @@ bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
          dim % kLineFloats == 0;
 }
 
-// Throws unless each of the `columns` columns of the output belongs to exactly one feature or, in a
+// Throw unless each of the `columns` columns of the output belongs to exactly one feature or, in a
 // variable batch, each of its `columns` elements to exactly one bag. Kernels write no other
-// elements. Usually features or bags are in the order of their columns, so that there are few runs.
+// elements. Features or bags are usually ordered by column; then there are few runs.
 void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   const FeatureBags& bags = in.feature_bags;
   const BagLayout* layout = bags.map.layout;
@@ -70,10 +70,12 @@ void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   runs.emplace_back(columns, columns);
   int64_t end = 0;
   for (const auto& run : runs) {
+    const bool is_gap = run.first > end;  // an overlap begins before `end`
     STD_TORCH_CHECK(run.first == end, op, ": the output must have each of its ", columns,
                     layout == nullptr ? " columns from one feature" : " elements from one bag",
-                    ", but ", std::min(run.first, end), " to ", std::max(run.first, end) - 1,
-                    run.first > end ? " have none" : " have several",
+                    ", but ", is_gap ? end : run.first, " to ",
+                    (is_gap ? run.first : std::min(run.second, end)) - 1,
+                    is_gap ? " have none" : " have several",
                     layout == nullptr ? "; pass output_dim and features of one module"
                                       : "; lay out bag_layout without gaps");
     end = run.second;
@@ -82,8 +84,8 @@ void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
 
 // Allocate the output: [columns] with pooling in a variable batch, else [rows, columns]. Clear it
 // if kernels do not write all of it: without bags they write nothing, and without pooling they do
-// not write rows of lookups before the first bag. Without pooling, throws if a feature's dim is not
-// `columns`. With pooling and bags, throws unless they cover the output (check_coverage).
+// not write rows of lookups before the first bag. Without pooling, throw if a feature's dim is not
+// `columns`. With pooling and bags, throw unless they cover the output (check_coverage).
 Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t num_features = in.feature_bags.num_features();
   const bool is_variable = in.feature_bags.map.layout != nullptr;
@@ -174,8 +176,8 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
 
 namespace {
 
-// Look up a fixed batch and return [output], as `tbe_lookup` returns it. Return no tensor, with or
-// without a `check_mode`, if the batch is not valid (is_valid_batch). The caller must then repair
+// Look up a fixed batch and return [output], as `tbe_lookup` returns it. If the batch is not valid
+// (is_valid_batch), return an empty list, whatever `check_mode` is. The caller must then repair it
 // and report it with `bounds_check`, or call `tbe_lookup`. `check_mode` and `violations` are
 // checked but not used: no violation is counted here.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,

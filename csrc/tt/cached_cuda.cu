@@ -14,7 +14,8 @@ namespace {
 
 // Return (cold, rows, counted), int64 [n] each, see TtStoredArgs; `cold` and `rows` are empty if
 // `slots` is null. `indices` is int32 or int64 [n]; `ids`, `keys` and `slots`, int64 [n], and
-// row_of_slot, int64 [num_slots], must be contiguous and on its device. Throw for other arguments.
+// row_of_slot, int64 [num_slots], must be contiguous and on the device of `indices`. Throw for
+// other arguments.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -25,13 +26,14 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
 }
 
 // Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and
-// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts` and `tables`,
-// int64, are first_lookups and table_of_feature of TtCountArgs. All arguments must be contiguous
-// and on one device. Throw for other dtypes, sizes and devices. Lookups and tables that do not
-// exist are skipped; it is not checked that `starts` ascends.
-void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
-               const Tensor& tables, Tensor counters) {
-  const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
+// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `first_lookups` and
+// `table_of_feature`, int64, are those of TtCountArgs. All arguments must be contiguous and on one
+// device. Throw for other dtypes, sizes and devices. Lookups and tables that do not exist are
+// skipped; it is not checked that `first_lookups` ascends.
+void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& first_lookups,
+               const Tensor& table_of_feature, Tensor counters) {
+  const TtCountArgs args =
+      tt_count_args("tt_count_", counted, rows, first_lookups, table_of_feature, &counters);
   launch_tt_count(CudaLauncher(counted), args);
 }
 

@@ -123,6 +123,17 @@ def test_bags_that_do_not_cover_the_output_once_are_refused(
         ops.tbe_lookup(weights, fixed, ids, offsets, None, None, None, 0, 256, torch.float32)
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_only_columns_of_several_features_are_named(order: list[int]) -> None:
+    # Feature 1 has columns 4 and 5 of the ten columns of feature 0.
+    features = torch.tensor([[0, 0, 64, 10, 0, 0, 0, 0], [0, 0, 64, 2, 4, 0, 0, 0]])[order]
+    ids, offsets = torch.arange(2), torch.arange(3)
+    with pytest.raises(RuntimeError, match="4 to 5 have several"):
+        ops.tbe_lookup(
+            [torch.ones(640)], features, ids, offsets, None, None, None, 0, 10, torch.float32
+        )
+
+
 @VARIABLE
 def test_grouping_of_a_variable_batch(case: Case, device: torch.device) -> None:
     data = Data(case)
