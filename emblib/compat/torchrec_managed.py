@@ -24,6 +24,7 @@ from emblib.compat.torchrec_sharders import (
     EmbeddingCollection,
     EmbeddingCollectionSharder,
 )
+from emblib.compat.torchrec_utils import with_ids
 from emblib.jagged import KeyedJaggedTensor
 from emblib.storage import Dense, Hash
 
@@ -215,16 +216,7 @@ class ManagedCollisionCollection(nn.Module):
                         f"{list(ids_by_key[index].shape)}, got {list(hashed_ids.shape)}"
                     )
                 ids_by_key[index] = hashed_ids
-        return KeyedJaggedTensor.from_valid(
-            batch.keys(),
-            torch.cat(ids_by_key),
-            batch.weights_or_none(),
-            batch.lengths_or_none(),
-            batch.offsets_or_none(),
-            batch.stride(),
-            batch.inverse_indices_or_none(),
-            batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
-        )
+        return with_ids(batch, torch.cat(ids_by_key))
 
 
 class ManagedCollisionEmbeddingCollection(nn.Module):

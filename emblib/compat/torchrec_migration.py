@@ -30,6 +30,7 @@ from emblib import (
 )
 from emblib.compat.fbgemm_migration import ReplacedSplitTBE, step_of
 from emblib.compat.fbgemm_tables import STATE_ORDER
+from emblib.compat.torchrec_utils import with_ids
 from emblib.migration import (
     Bags,
     MigratedTable,
@@ -41,13 +42,13 @@ from emblib.migration import (
     check_weight,
     chosen_rows,
     optimizer_for,
+    refuse_skipped_ids,
 )
 from emblib.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from emblib.sharding.awaitables import LazyAwaitable
 from emblib.sharding.lookup import CollectionRequests, CollectionSteps
 from emblib.sharding.shard import SHARDED
 
-_UNKNOWN_ID = -2  # outside every table; emblib skips -1
 _JAGGED_TYPES_MODULE = "torchrec.sparse.jagged_tensor"
 
 
@@ -94,31 +95,22 @@ def _refuse_skipped_ids(collection: Any, batch: KeyedJaggedTensor) -> KeyedJagge
     Raises:
         RuntimeError: a feature of the tables has id -1, and the host can read ids without a wait.
     """
-    ids = batch.values()
     if collection.skips_ids:
         return batch
-    is_skipped = ids == -1
-    is_traced = torch.compiler.is_compiling() or type(ids) is not Tensor
-    if ids.device.type != "cpu" or is_traced:
-        return KeyedJaggedTensor.from_valid(
-            batch.keys(),
-            ids.masked_fill(is_skipped, _UNKNOWN_ID),
-            batch.weights_or_none(),
-            batch.lengths_or_none(),
-            batch.offsets_or_none(),
-            batch.stride(),
-            batch.inverse_indices_or_none(),
-            batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
-        )
-    if is_skipped.any():
+
+    def make_error() -> RuntimeError | None:
         for config in collection.configs:
             for key in set(config.feature_names) & set(batch.keys()):
                 if (batch[key].values() == -1).any():
-                    raise RuntimeError(
+                    return RuntimeError(
                         f"feature {key!r} has id -1, ids of table {config.name!r} must be in "
                         f"[0, {config.num_embeddings}): torch's modules skip no id"
                     )
-    return batch
+        return None
+
+    ids = batch.values()
+    checked_ids = refuse_skipped_ids(ids, make_error)
+    return batch if checked_ids is ids else with_ids(batch, checked_ids)
 
 
 class MigratedEmbeddingBagCollection(EmbeddingBagCollection):

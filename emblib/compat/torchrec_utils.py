@@ -94,6 +94,20 @@ class ComputeJTDictToKJT(nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
+def with_ids(batch: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Return a batch with other ids, as many as before; the other tensors are shared."""
+    return KeyedJaggedTensor.from_valid(
+        batch.keys(),
+        ids,
+        batch.weights_or_none(),
+        batch.lengths_or_none(),
+        batch.offsets_or_none(),
+        batch.stride(),
+        batch.inverse_indices_or_none(),
+        batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
+    )
+
+
 def _are_close(first: Tensor | None, second: Tensor | None) -> bool:
     """Return whether two tensors have the same shape and are close, or both are None."""
     if first is None or second is None:

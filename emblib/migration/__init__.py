@@ -18,6 +18,7 @@ from emblib.migration.torch_modules import (
     MigratedEmbedding,
     MigratedEmbeddingBag,
     check_weight,
+    refuse_skipped_ids,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "chosen_rows",
     "migrate",
     "optimizer_for",
+    "refuse_skipped_ids",
 ]

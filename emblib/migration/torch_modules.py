@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,29 @@ _UNKNOWN_ID = -2  # outside every table; -1 would be skipped
 _POOLING = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
 
 
+def refuse_skipped_ids(ids: Tensor, make_error: Callable[[], Exception | None]) -> Tensor:
+    """Return ids whose bounds check fails for -1 too: torch has no id that is skipped.
+
+    Where the host can read the ids without a wait, an error is raised at once. Elsewhere -1 becomes
+    an id that the bounds check refuses.
+
+    Args:
+        ids: integers of any shape.
+        make_error: function that returns the error, called if an id is -1; it returns None if no
+            table looks up such an id.
+
+    Raises:
+        Exception: the error that `make_error` returned.
+    """
+    is_skipped = ids == -1
+    if ids.device.type != "cpu" or not is_eager(ids):
+        return ids.masked_fill(is_skipped, _UNKNOWN_ID)
+    error = make_error() if is_skipped.any() else None
+    if error is not None:
+        raise error
+    return ids
+
+
 class _DropIn(nn.Module):
     """A table of emblib that takes the calls of a module of torch.
 
@@ -80,23 +103,22 @@ class _DropIn(nn.Module):
         self.train(source.training)
 
     def _refuse_skipped_ids(self, ids: Tensor) -> Tensor:
-        """Return ids whose check fails for -1 too: torch has no id that is skipped.
+        """Return ids whose check fails for -1 too, in mode FATAL; see `refuse_skipped_ids`.
 
         Raises:
-            RuntimeError: an id is -1, where the call can read the ids without a wait.
+            RuntimeError: an id is -1, and the host can read the ids without a wait.
         """
         if self.table.bounds_check is not BoundsCheck.FATAL:
             return ids
-        is_skipped = ids == -1
-        if ids.device.type != "cpu" or not is_eager(ids):
-            return ids.masked_fill(is_skipped, _UNKNOWN_ID)
-        if is_skipped.any():
-            position = int(is_skipped.nonzero()[0])
-            raise RuntimeError(
+
+        def make_error() -> RuntimeError:
+            position = int((ids == -1).nonzero()[0])
+            return RuntimeError(
                 f"index {position} is -1, ids must be in [0, {self.num_embeddings}): padding_idx "
                 "or weights exclude ids from a sum; other modes of table.bounds_check skip -1"
             )
-        return ids
+
+        return refuse_skipped_ids(ids, make_error)
 
     @property
     @shows_attribute_errors
