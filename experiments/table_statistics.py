@@ -85,7 +85,7 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
 
 
 def _read_series(path: Path) -> pd.DataFrame:
-    """Return the whole lines of a series as texts; raise UsageError if the file is no series."""
+    """Return the whole lines of a series as texts; raise UsageError if the file is not a series."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             columns, *lines = [*csv.reader(file)] or [[]]

@@ -267,7 +267,7 @@ def _label(directory: Path, name: str) -> str:
 
 
 def _check_target(root: Path, *, allow_overwrite: bool) -> None:
-    """Raise FileExistsError if `root` is no directory, or has files that may not be replaced."""
+    """Raise FileExistsError if `root` is not a directory, or has files that may not be replaced."""
     if root.exists() and not root.is_dir():
         raise FileExistsError(f"{root} is not a directory; give another path")
     if root.is_dir() and os.listdir(root) and not allow_overwrite:

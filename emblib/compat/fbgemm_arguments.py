@@ -278,7 +278,7 @@ def _state_dtype(args: SimpleNamespace) -> torch.dtype:
     """Return the dtype of states of one number per weight; other states are float32.
 
     Raises:
-        NotImplementedError: the dtype is no FP32, FP16 or BF16, or momentum1 and momentum2 differ.
+        NotImplementedError: a dtype is not FP32, FP16 or BF16, or the two dtypes differ.
         ValueError: `optimizer_state_dtypes` has another key than momentum1 and momentum2.
     """
     requested = args.optimizer_state_dtypes or {}

@@ -63,7 +63,7 @@ def fp32_to_mx4(
     Raises:
         NotImplementedError: `ebits`, `mbits` or `stochastic_casting` has another value.
         RuntimeError: `group_size` is odd, or not positive.
-        ValueError: `rounding_mode` is no `RoundingMode`.
+        ValueError: `rounding_mode` is not a `RoundingMode`.
     """
     if (ebits, mbits) != (2, 1) or stochastic_casting:
         raise NotImplementedError(

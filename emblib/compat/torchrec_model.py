@@ -306,7 +306,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     All ranks must construct it; if one rank finds an error, all raise.
 
     Raises:
-        TypeError: `plan` is no `ShardingPlan` of this package.
+        TypeError: `plan` is not a `ShardingPlan` of this package.
         ValueError: sharders differ in their optimizer or codecs, `model_tracker_configs` is passed,
             or the plan does not fit the model, the ranks or the optimizer.
     """
@@ -427,7 +427,7 @@ def _to_native_plan(plan: Any, optimizer: Optimizer | None, world: World) -> sha
     """Return emblib's form of a plan.
 
     Raises:
-        TypeError: `plan` is no `ShardingPlan` of this package.
+        TypeError: `plan` is not a `ShardingPlan` of this package.
         ValueError: the kernel of a table is DENSE, but `optimizer` is for all tables.
     """
     if not isinstance(plan, ShardingPlan):

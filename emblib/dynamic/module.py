@@ -220,7 +220,6 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     # Functions of the state
 
-    table_number = dynamic_state.of_state(DynamicState.table_number)
     table_rows = dynamic_state.of_state(DynamicState.table_rows)
     size = dynamic_state.size
     capacity = dynamic_state.capacity

@@ -432,7 +432,7 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
 
     Raises:
         ValueError: the table has no ttl; without `table`, no table has one; or the clock returned a
-            number that is no time.
+            number that is not a time.
         KeyError, IndexError: there is no such table.
         Exception: the clock or the backing store raised it.
     """

@@ -721,7 +721,7 @@ def may_write_weights(hyper: Tensor, optimizer_code: int) -> bool:
 
     `hyper` is read only on the CPU; on other devices the result is True.
     """
-    if not hyper.is_cpu:  # `hyper.device.type` takes 4 µs
+    if not hyper.is_cpu:  # faster than `hyper.device.type`, which makes two objects
         return True
     rate, *_, max_norm = hyper.tolist()[: Hyper.OPTIMIZER_ARGS + 2]  # costs as much as one number
     return bool(rate != 0 or (optimizer_code in codes.WITH_MAX_NORM and max_norm > 0))

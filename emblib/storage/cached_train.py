@@ -371,7 +371,7 @@ class CachedTTHandle(TTHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to table `index` of `module`, and register its cores and stored rows."""
-        self._module_tuple = (module,)  # a tuple, so that the module is no child of this module
+        self._module_tuple = (module,)  # a tuple, so that it is not a child of this module
         super().attach(module.trains, index)
         if "cache" in self._modules:
             self.cache.attach(module, index)

@@ -636,7 +636,7 @@ class UnsteppedGradients:
         """
         if not self._watch or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        # Weights that a parametrization computes are no leaves; torch warns if their grad is read.
+        # Weights that a parametrization computes are not leaves; torch warns if their grad is read.
         trained = [w for w in weights if w.requires_grad and w.is_leaf and w.grad is not None]
         versions = list(map(version_of, trained))
         self._num_passes = self._num_passes + 1 if trained and versions == self._versions else 0

@@ -150,7 +150,7 @@ def checkpointed_forward(*, training: bool = True) -> CheckpointedForward | None
 
 
 def is_first_training_forward(*, training: bool) -> bool:
-    """Return whether the running forward trains, and is no repetition of an earlier one.
+    """Return whether the running forward trains, and is not a repetition of an earlier one.
 
     `training` is as in `checkpointed_forward`.
     """

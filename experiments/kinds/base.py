@@ -2,9 +2,9 @@
 
 To add a kind, write a subclass of `Kind` and add a line to KINDS in `experiments/kinds`. A kind
 needs a `name` and a `measurement` with the function that measures a cell; all else has the defaults
-of the class attributes of `Kind`. Other packages read the attributes
-`cell_kinds`, `arms`, `measurement` and `reporting`. Functions are stated as "module:function", so
-that the command line loads neither torch nor matplotlib.
+of the class attributes of `Kind`. Other packages read the attributes `cell_kinds`, `arms`,
+`measurement` and `reporting`. Functions are stated as "module:function", so that the command line
+loads neither torch nor matplotlib.
 """
 
 from __future__ import annotations

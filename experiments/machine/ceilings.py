@@ -118,7 +118,7 @@ def read(path: Path) -> Device:
 
     Raises:
         ValueError: a key or kind is unknown, `name` or `names` is missing, or a figure has no
-            source, no value, or a value that is no number.
+            source, no value, or a value that is not a number.
     """
     content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     unknown_keys = sorted(set(content) - {"name", "kind", "names", "note", *FIGURES})

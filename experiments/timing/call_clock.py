@@ -70,7 +70,7 @@ class CallClock(Clock):
         self.call_ns = 0.0
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return the phase with its calls timed; raise TypeError if `phase` is no TimedCall."""
+        """Return the phase with its calls timed; raise TypeError if `phase` is not a TimedCall."""
         if not isinstance(phase, TimedCall):
             raise TypeError(f"CallClock times TimedCalls, got {type(phase).__name__}")
 

@@ -285,7 +285,7 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 
 @contextlib.contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """Raise CheckpointError for torch's CheckpointException, which is no Exception.
+    """Raise CheckpointError for torch's CheckpointException, which is not an Exception.
 
     If one of its causes is no Exception, e.g. a KeyboardInterrupt, it is raised unchanged.
     """

@@ -51,7 +51,7 @@ class Target:
     Args:
         leaf: leaf of the state to load into.
         buffer: tensor of the saved size to read into; it may be the value of the leaf. For a saved
-            value that is no tensor, anything: the value that is read replaces it.
+            value that is not a tensor, anything: the value that is read replaces it.
     """
 
     def __init__(self, leaf: Leaf, buffer: Any) -> None:

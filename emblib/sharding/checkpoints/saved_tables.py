@@ -271,7 +271,7 @@ class SavedTable:
 
         Raises:
             KeyError: `values` lacks a state or the hyperparameters.
-            ValueError: a value has another size, is cut differently, or is no tensor that can be
+            ValueError: a value has another size, is cut differently, or is not a tensor that can be
                 copied; or the optimizer cannot have the hyperparameters.
         """
         values_of_views = self._values_of_views(parameter, values)
