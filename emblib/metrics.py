@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from emblib.specs import check_bool
+
 try:
     from torchmetrics import Metric
 except ImportError as error:  # pragma: no cover - depends on the environment
@@ -53,6 +55,7 @@ class NormalizedEntropy(Metric):
     total: Tensor  # float64 scalar, sum of the weights
 
     def __init__(self, *, from_logits: bool = False, **options: Any) -> None:
+        check_bool("from_logits", from_logits)
         super().__init__(**options)
         self.from_logits = from_logits
         for name in ("cross_entropy", "positive", "total"):
@@ -130,6 +133,7 @@ class GroupedAUC(Metric):
     groups: list[Tensor]
 
     def __init__(self, *, by_examples: bool = True, **options: Any) -> None:
+        check_bool("by_examples", by_examples)
         super().__init__(**options)
         self.by_examples = by_examples
         for name in _DTYPES:

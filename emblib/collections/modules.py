@@ -40,7 +40,7 @@ from emblib.jagged.jagged_tensor import as_normal_tensor, drop_first
 from emblib.jagged.keyed_layout import num_padding_of
 from emblib.ops import route
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling
+from emblib.specs import BoundsCheck, Pooling, check_bool
 from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
@@ -528,6 +528,7 @@ class EmbeddingBagCollection(TableCollection):
         shared: SharedTables | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
+        check_bool("is_weighted", is_weighted)
         self._weighted = is_weighted
         super().__init__(tables, device, optimizer, shared, bounds_check)
 
@@ -746,6 +747,7 @@ class EmbeddingCollection(TableCollection):
         shared: SharedTables | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
+        check_bool("need_indices", need_indices)
         self._need_indices = need_indices
         super().__init__(tables, device, optimizer, shared, bounds_check)
 

@@ -50,6 +50,7 @@ from emblib.specs import (
     Precision,
     TableSpec,
     TTSpec,
+    check_bool,
 )
 from emblib.tables import (
     TableBatchedEmbeddingBags,
@@ -175,6 +176,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             raise TypeError(f"precision must be a Precision, got {precision!r}")
         self.cache, self.tables = cache, tuple(tables)
         self.bounds_check = BoundsCheck(bounds_check)
+        check_bool("include_last_offset", include_last_offset)
         self.include_last_offset = include_last_offset
         options: dict[str, Any] = {
             "pooling": pooling,

@@ -35,7 +35,7 @@ from emblib.ops import autograd
 from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_count
+from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_bool, check_count
 from emblib.tables import recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.batches import append_last_offset, check_bounds
@@ -140,6 +140,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             training.check_storable(tables)
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         self.tables = TableSpecs(self.tables)
+        check_bool("include_last_offset", include_last_offset)
         self.include_last_offset = include_last_offset
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         self._updates_in_backward = autograd.updates_in_backward(self.optimizer)

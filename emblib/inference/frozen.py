@@ -29,6 +29,7 @@ from emblib.specs import (
     Precision,
     TableSpec,
     TTSpec,
+    check_bool,
 )
 from emblib.storage import kinds
 from emblib.tables import QuantizedEmbeddingBags, RowFormat, TableBatchedTTEmbeddingBags
@@ -126,6 +127,7 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
         >>> emblib.open_frozen(path)(torch.tensor([3, 9]), torch.tensor([0, 2]))
         tensor([[2., 2., 2., 2.]])
     """
+    check_bool("verify", verify)
     content = frozen_file.read(path, verify=verify)
     with torch.device("cpu"):  # whatever torch's default device is
         if content.kind == _TRAINS:

@@ -22,7 +22,7 @@ from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink, check_sink
 from emblib.online.tables import ModelTables, PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
-from emblib.specs import OptionEnum, check_count
+from emblib.specs import OptionEnum, check_bool, check_count
 
 
 class WhenFull(OptionEnum):
@@ -109,6 +109,7 @@ class ChangeLog:
         max_pending: int = 8,
         when_full: WhenFull = WhenFull.BLOCK,
     ) -> None:
+        check_bool("states", states)
         model_tables = _loggable_tables(model)
         self._rank, self._num_ranks = model_tables.rank, model_tables.num_ranks
         self.step = check_count("step", step, minimum=0)

@@ -34,6 +34,7 @@ from emblib.sharding.replicated_tables import ReplicatedTables
 from emblib.sharding.shard import Rules, collections_of, shard
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import World
+from emblib.specs import check_bool
 from emblib.tables.parameters import is_updated_in_backward
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class DistributedModelParallel(nn.Module):
         gradients: GradientReduction = GradientReduction.MEAN,
         init_parameters: bool = True,
     ) -> None:
+        check_bool("init_parameters", init_parameters)
         super().__init__()
         self.ranks = RankGroup.from_value(ranks)
 

@@ -61,6 +61,7 @@ from emblib.sharding.sharded_tables import (
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import SharedShards
+from emblib.specs import check_bool
 from emblib.tables.graph_break import run_uncompiled
 
 # A pair: the vectors that this rank has looked up for all ranks, in the order of the received ids;
@@ -451,6 +452,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         shared: SharedShards | None = None,
         dedup: bool = False,
     ) -> None:
+        check_bool("dedup", dedup)
         super().__init__()
         self.shared = dict(shared or {})
         self.dedup = dedup

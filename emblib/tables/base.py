@@ -30,6 +30,7 @@ from emblib.specs import (
     MatmulPrecision,
     Pooling,
     Precision,
+    check_bool,
     check_count,
     format_config,
 )
@@ -426,6 +427,7 @@ class FusedTables(nn.Module):
 
     def set_table_trained(self, table: int | str, *, trained: bool) -> None:
         """Train a table from the next forward on, or freeze it; see `table_number` for errors."""
+        check_bool("trained", trained)
         table = self.table_number(table)
         frozen_tables = self._frozen_tables - {table}
         self._frozen_tables = frozen_tables if trained else frozen_tables | {table}

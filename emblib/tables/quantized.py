@@ -25,6 +25,7 @@ from emblib.specs import (
     Placement,
     Pooling,
     TableSpec,
+    check_bool,
     check_float_dtype,
 )
 from emblib.tables import base, batches, state_dicts
@@ -195,6 +196,7 @@ class QuantizedEmbeddingBags(nn.Module):
         formats: Formats | None = None,
     ) -> None:
         super().__init__()
+        check_bool("include_last_offset", include_last_offset)
         self.include_last_offset = include_last_offset
         self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
         self.formats = formats_of(len(self.tables), bits, formats)

@@ -31,6 +31,7 @@ from emblib.specs import (
     Pooling,
     Precision,
     TableSpec,
+    check_bool,
     format_config,
 )
 from emblib.tables import base, batches, hyperparameters, optimizer_hooks, parameters, state_dicts
@@ -132,6 +133,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         include_last_offset: bool = True,
     ) -> None:
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
+        check_bool("include_last_offset", include_last_offset)
         self.include_last_offset = include_last_offset
         self.cache = CacheConfig() if cache is None else cache
         self._check_arguments()

@@ -31,6 +31,7 @@ from emblib.specs import (
     Pooling,
     Precision,
     TTSpec,
+    check_bool,
     format_config,
 )
 from emblib.tables import optimizer_hooks, state_dicts
@@ -161,6 +162,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         _refuse_output_dtype(output_dtype)
         precision = Precision() if precision is None else precision
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
+        check_bool("include_last_offset", include_last_offset)
         self.include_last_offset = include_last_offset
         if not self.tables:
             raise ValueError("tables must have at least one TTSpec, got none")

@@ -36,6 +36,7 @@ from emblib.sharding.checkpoints.state_trees import (
 )
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Shard, Span
+from emblib.specs import check_bool
 from emblib.storage.composed import describe_difference
 from emblib.storage.composed_lookup import LAYOUT as ID_LAYOUT
 from emblib.tables.durable_files import check_archive
@@ -168,6 +169,7 @@ def load(
     """
     from emblib.sharding.checkpoints.files import Reader, read
 
+    check_bool("strict", strict)
     if path is None:
         raise TypeError(
             "path must be a directory, got None: latest(...) gives None where there is no whole "
