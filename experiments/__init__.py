@@ -58,5 +58,5 @@ def load(*run_directories: str | Path) -> pd.DataFrame:
 
     from experiments.report.data import Run
 
-    tables = [Run.read(Path(p)).table.assign(run=Path(p).name) for p in run_directories]
+    tables = [Run.read(Path(path)).table.assign(run=Path(path).name) for path in run_directories]
     return pd.concat(tables, ignore_index=True)

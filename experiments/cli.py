@@ -151,8 +151,8 @@ def _run_experiment(arguments: Sequence[str]) -> int:
     """
     from experiments import configure
 
-    flags = {a for a in arguments if a.startswith("-")}
-    words = [a for a in arguments if not a.startswith("-")]
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    words = [argument for argument in arguments if not argument.startswith("-")]
     if flags & {"-h", "--help"}:
         print(f"{HELP}\ngroups; `python run.py list` says more\n{groups_in_brief()}")
         return 0
@@ -168,7 +168,7 @@ def _run_experiment(arguments: Sequence[str]) -> int:
     elif flags:
         raise UsageError(f"no flag {min(flags)}: there is --help, --cfg job and -m")
     experiment_names = [
-        w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")
+        word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")
     ]
     if not experiment_names:
         configure.check_keys(words)

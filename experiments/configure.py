@@ -63,8 +63,12 @@ def register() -> None:
 
 def groups() -> dict[str, list[str]]:
     """Return {config group: sorted names of its options}, read from the files of conf/."""
-    folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NON_GROUP_FOLDERS)
-    return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
+    folders = sorted(
+        folder
+        for folder in CONF.iterdir()
+        if folder.is_dir() and folder.name not in NON_GROUP_FOLDERS
+    )
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 
 def question(experiment: str) -> str:
@@ -112,7 +116,7 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
     The rules of `check_values` are not checked.
     """
     register()
-    overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
+    overrides = [re.sub(r"^experiment=", "+experiment=", argument) for argument in arguments]
     check_keys(overrides)
     for override in parse(overrides):
         if override.is_sweep_override():
@@ -125,7 +129,7 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
             composed = compose("config", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_error_in_one_line(error)) from error
-    _scale_budgets(composed, {str(o.key_or_group) for o in parse(overrides)})
+    _scale_budgets(composed, {str(override.key_or_group) for override in parse(overrides)})
     return composed
 
 
@@ -171,11 +175,10 @@ def _convert_modes(config: Config) -> None:
     processes, and give an interval.
     """
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
+    known_names = [mode.value for mode in Mode]
     for name in names:
-        if name not in [mode.value for mode in Mode]:
-            raise UsageError(
-                f"timing.modes: no mode '{name}'. There is: {', '.join(m.value for m in Mode)}"
-            )
+        if name not in known_names:
+            raise UsageError(f"timing.modes: no mode '{name}'. There is: {', '.join(known_names)}")
     if not names:
         raise UsageError("timing.modes must name at least one mode, e.g. timing.modes=[hot]")
     config.timing.modes = [Mode(name) for name in dict.fromkeys(names)]
@@ -308,11 +311,11 @@ def _unknown_key(
     """Return the error about an unknown key: one suggestion, or else all keys of the same group."""
     value = (override.input_line or "").partition("=")[2]
     parent = key.rpartition(".")[0]
-    siblings = sorted(k for k in known | set(choices) if k.rpartition(".")[0] == parent)
+    siblings = sorted(name for name in known | set(choices) if name.rpartition(".")[0] == parent)
     suggestion = _similar_key(key, siblings, known, is_list=value.startswith("["))
     if suggestion:
         return f"unknown key '{key}'. Did you mean '{_spell_override(suggestion, value)}'?"
-    options = siblings if parent in known else sorted({k.partition(".")[0] for k in known})
+    options = siblings if parent in known else sorted({name.partition(".")[0] for name in known})
     return f"unknown key '{key}'. Did you mean one of: {', '.join(options)}?"
 
 
@@ -326,7 +329,7 @@ def _similar_key(key: str, siblings: Sequence[str], known: set[str], *, is_list:
         is_list: whether the value is a list.
     """
     parent, _, leaf = key.rpartition(".")
-    if other_case := [k for k in siblings if k.lower() == key.lower()]:
+    if other_case := [name for name in siblings if name.lower() == key.lower()]:
         return other_case[0]
     # The group is a part of all these names, so they must be more similar.
     if similar_names := difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6):
@@ -337,15 +340,21 @@ def _similar_key(key: str, siblings: Sequence[str], known: set[str], *, is_list:
         return similar_names[0]
     # The same name in another group: an axis of `sweep` takes a list, one of `workload` a number.
     skipped_prefixes = ("workload." if is_list else "sweep.", "cases.")
-    same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
-    return max((k for k in same_leaf if not k.startswith(skipped_prefixes)), default="")
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    return max(
+        (name for name in same_leaf if not name.startswith(skipped_prefixes)),
+        default="",
+    )
 
 
 def _error_in_one_line(error: Exception) -> str:
     """Return the key and the cause from an error of Hydra, in one line."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    key = next((x.removeprefix("full_key:").strip() for x in lines if x.startswith("full_key")), "")
+    key = next(
+        (line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key")),
+        "",
+    )
     first = lines[0].rstrip(".") if lines else type(cause).__name__
     options = re.search(r"Invalid value '(\w*)', expected one of \[(.*)\]", first)
     if options:
@@ -369,7 +378,7 @@ def check_values(config: Config) -> None:
     except registry.RegistryError as error:
         raise UsageError(str(error)) from error
     points: dict[str, Config | CaseConfig] = {"": config}
-    points |= {f"cases.{k}.": c for k, c in config.cases.items()}
+    points |= {f"cases.{name}.": case for name, case in config.cases.items()}
     for prefix, point in points.items():
         _check_workload(prefix, point.workload)
         _check_point(prefix, point)
@@ -388,7 +397,7 @@ def check_values(config: Config) -> None:
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
-        require(f"sweep.{axis} must be >= 1", values, holds=all(v >= 1 for v in values))
+        require(f"sweep.{axis} must be >= 1", values, holds=all(value >= 1 for value in values))
     for axis in ("s", "q"):
         values = getattr(config.sweep, axis)
         require(
@@ -497,7 +506,9 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
     if min(cache.warm_batches, cache.batches, cache.pool) < 1:
         raise UsageError(f"{prefix}cache.warm_batches, .batches and .pool must be >= 1")
     loads = keys.loads
-    require(f"{prefix}keys.loads must be in (0, 1]", loads, holds=all(0 < x <= 1 for x in loads))
+    require(
+        f"{prefix}keys.loads must be in (0, 1]", loads, holds=all(0 < share <= 1 for share in loads)
+    )
     require(
         f"{prefix}keys.hits must be in [0, 1] and keys.first in (0, 1]",
         f"{keys.hits:g} and {keys.first:g}",
@@ -514,7 +525,9 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
         worlds,
         holds=all(1 <= world <= MAX_WORKERS for world in worlds),
     )
-    require(f"{prefix}sharding.beyond must be >= 1", beyond, holds=all(w >= 1 for w in beyond))
+    require(
+        f"{prefix}sharding.beyond must be >= 1", beyond, holds=all(world >= 1 for world in beyond)
+    )
     if not sharding.worlds or not sharding.scaling:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
     require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)

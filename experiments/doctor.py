@@ -89,14 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; return 1 if one is broken, else 0."""
-    results = [r for section, check in CHECKS.items() for r in run_check(section, check)]
+    results = [result for section, check in CHECKS.items() for result in run_check(section, check)]
     if arguments.json:
-        broken = [r.what for r in results if r.state is State.broken]
-        report = {"broken": broken, "findings": [asdict(r) for r in results]}
+        broken = [result.what for result in results if result.state is State.broken]
+        report = {"broken": broken, "findings": [asdict(result) for result in results]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         show(results)
-    return int(any(r.state is State.broken for r in results))
+    return int(any(result.state is State.broken for result in results))
 
 
 class State(StrEnum):
@@ -132,7 +132,7 @@ Check = Callable[[], Iterable[CheckResult]]
 def run_check(section: str, check: Check) -> list[CheckResult]:
     """Return the results of a check; if it raises, its only result is that error, as broken."""
     try:
-        return [replace(r, section=r.section or section) for r in check()]
+        return [replace(result, section=result.section or section) for result in check()]
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return [CheckResult("this check", text, State.broken, "report it as a bug", section)]
@@ -193,7 +193,9 @@ def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult
         cpu_flags: instruction sets of the CPU, as Linux names them.
         isa_limit: value of EMBLIB_ISA, which limits the kernels; None if it is not set.
     """
-    best = next((name for name, f in INSTRUCTIONS.items() if f <= cpu_flags), "baseline")
+    best = next(
+        (name for name, function in INSTRUCTIONS.items() if function <= cpu_flags), "baseline"
+    )
     isa_order = ["baseline", *reversed(INSTRUCTIONS)]
     if isa_limit is None:
         return CheckResult("CPU kernels", f"{best}, the best that this CPU has")

@@ -85,7 +85,7 @@ class Part:
             return [sys.executable, "-m", *self.program.split(), *words, "--out", str(out)]
         words = [f"timing.replicates={PROCESSES}", *self.settings]
         if smoke:
-            words = ["timing=smoke", *(w for w in self.settings if w.startswith("device"))]
+            words = ["timing=smoke", *(word for word in self.settings if word.startswith("device"))]
         return [sys.executable, "run.py", f"+experiment={self.name}", *words]
 
 
@@ -282,9 +282,9 @@ class StoredEvidence:
         facts, contenders = _environment_and_contenders(folder)
         areas = {
             area
-            for n in contenders
+            for name in contenders
             for prefix, area in AREA_OF_PREFIX.items()
-            if n.startswith(prefix)
+            if name.startswith(prefix)
         }
         state = folder / STATE
         return cls(

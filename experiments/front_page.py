@@ -213,10 +213,12 @@ def speed_table(
         cells = []
         for threads in THREADS:
             conditions = {"pass": work, "dtype": dtype, "peer": peer, "threads": threads}
-            cells.append(_speed_cell([_median(r) for r in rows if conditions.items() <= r.items()]))
+            cells.append(
+                _speed_cell([_median(row) for row in rows if conditions.items() <= row.items()])
+            )
         cells += [_speed_cell(gpu.get((peer, work, dtype), [])) for gpu in gpus.values()]
         table.append([title, *cells])
-    heads = [*(f"CPU, {text.count(n, 'thread')}" for n in THREADS), *gpus]
+    heads = [*(f"CPU, {text.count(num_threads, 'thread')}" for num_threads in THREADS), *gpus]
     return markdown_table(["the peer's time ÷ emblib's", *heads], table)
 
 

@@ -71,7 +71,7 @@ def list_gpus() -> list[Slot]:
     allowed = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if allowed is None:
         return [Slot(uuid, uuid) for uuid in uuids_here]
-    entries = [e.strip() for e in allowed.split(",") if e.strip()]
+    entries = [gpu.strip() for gpu in allowed.split(",") if gpu.strip()]
     return [Slot(_uuid_of_entry(entry, uuids_here), entry) for entry in entries]
 
 
@@ -203,7 +203,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def worst(statuses: Sequence[int]) -> int:
     """Return the most severe of exit statuses, by WORST_FIRST."""
-    statuses_in_order = [s if s in WORST_FIRST else 1 for s in statuses]
+    statuses_in_order = [status if status in WORST_FIRST else 1 for status in statuses]
     return min(statuses_in_order, key=WORST_FIRST.index)
 
 
@@ -212,13 +212,17 @@ def worst(statuses: Sequence[int]) -> int:
 
 def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
     """Parse the command line and check every job; raise UsageError if one of them is wrong."""
-    flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
+    flags = {argument for argument in arguments if argument.startswith("-")} - {"-m", "--multirun"}
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
-    typed = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments if not a.startswith("-")]
-    hydra_words = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
-    words = [a for a in typed if a not in hydra_words]
-    if not any(w.startswith("+experiment=") for w in words):
+    typed = [
+        re.sub(r"^experiment=", "+experiment=", argument)
+        for argument in arguments
+        if not argument.startswith("-")
+    ]
+    hydra_words = [argument for argument in typed if re.match(r"[+~]*hydra[./]", argument)]
+    words = [argument for argument in typed if argument not in hydra_words]
+    if not any(word.startswith("+experiment=") for word in words):
         raise UsageError(
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
         )
@@ -248,7 +252,9 @@ def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def _launcher(hydra_words: Sequence[str]) -> str:
     launcher_names = [
-        w.partition("=")[2] for w in hydra_words if w.lstrip("+").startswith("hydra/launcher=")
+        word.partition("=")[2]
+        for word in hydra_words
+        if word.lstrip("+").startswith("hydra/launcher=")
     ]
     name = launcher_names[-1] if launcher_names else "basic"
     if name not in LAUNCHERS:

@@ -184,11 +184,15 @@ def add(words: Sequence[str]) -> int:
     Raises:
         UsageError: a word is no experiment, or no setting that `reference add` takes.
     """
-    settings = [a for a in words if "=" in a and not a.startswith("+experiment=")]
+    settings = [
+        argument
+        for argument in words
+        if "=" in argument and not argument.startswith("+experiment=")
+    ]
     for setting in settings:  # an older run would be taken for the new one
         if setting.startswith(("report.folder=", "dry_run=")):
             raise UsageError(f"{setting}: `reference add` stores new runs of reports/runs")
-    names = experiments_to_run([a for a in words if a not in settings])
+    names = experiments_to_run([argument for argument in words if argument not in settings])
     for name in names:
         configure.load([f"+experiment={name}", *settings])
     worst = 0

@@ -37,7 +37,7 @@ class Docstrings(griffe.Extension):
         modules = [pkg]
         while modules:
             module = modules.pop()
-            modules += [m for m in module.modules.values() if not m.is_alias]
+            modules += [member for member in module.modules.values() if not member.is_alias]
             for owner in module.classes.values():
                 if not owner.is_alias:
                     for name, attribute in list(owner.attributes.items()):
@@ -55,7 +55,9 @@ def _make_method(owner: griffe.Class, name: str, attribute: griffe.Attribute) ->
         return
     if not function.is_function or not function.docstring:
         return
-    parameters = [p for p in function.parameters if p.name not in ("self", "state")]
+    parameters = [
+        parameter for parameter in function.parameters if parameter.name not in ("self", "state")
+    ]
     method = griffe.Function(
         name,
         parameters=griffe.Parameters(griffe.Parameter("self"), *parameters),

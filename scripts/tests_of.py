@@ -53,7 +53,9 @@ def shortest_tests(seconds: int, tests: set[str]) -> set[str]:
     from tests.whole_files import LONG
 
     total, chosen = 0, set()
-    for cost, test in sorted((LONG.get(t.removeprefix("tests/"), USUAL_SECONDS), t) for t in tests):
+    for cost, test in sorted(
+        (LONG.get(test.removeprefix("tests/"), USUAL_SECONDS), test) for test in tests
+    ):
         total += cost
         if total > seconds:
             break

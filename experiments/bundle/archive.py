@@ -96,7 +96,7 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
     It is also raised if the unpacked sizes, as the zip file states them, exceed MAX_BYTES.
     """
     counts = Counter(entry.filename for entry in entries)
-    if repeated_names := sorted(name for name, n in counts.items() if n > 1):
+    if repeated_names := sorted(name for name, count in counts.items() if count > 1):
         raise BundleError(f"{repeated_names[0]} is in it twice")
     for entry in entries:
         path = PurePosixPath(entry.filename)

@@ -66,7 +66,10 @@ class Claim:
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the claim in bundle.json; nan becomes None."""
         values = asdict(self) | {"measure": self.measure.name}
-        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
+        return {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in values.items()
+        }
 
 
 @dataclass(frozen=True)

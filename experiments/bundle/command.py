@@ -193,7 +193,9 @@ def _print_findings(findings: Sequence[CheckedClaim]) -> None:
                 f"{text.interval(claim.lo, claim.hi)}, now {_format_number(new_claim.value)} "
                 f"{text.interval(new_claim.lo, new_claim.hi)}"
             )
-    reasons = Counter(f.reason for f in findings if f.outcome is ClaimOutcome.unmeasured)
+    reasons = Counter(
+        finding.reason for finding in findings if finding.outcome is ClaimOutcome.unmeasured
+    )
     for reason, count in reasons.most_common():
         print(f"  not measured, {count} claims: {reason}")
     print(f"  {_count_outcomes(findings)}")
@@ -205,13 +207,15 @@ def _format_number(value: float) -> str:
 
 def _count_outcomes(findings: Sequence[CheckedClaim]) -> str:
     """Return the number of claims of each outcome, such as '3 holds, 1 not measured'."""
-    counts = Counter(f.outcome for f in findings)
-    return ", ".join(f"{counts[o]} {o.value}" for o in ClaimOutcome if counts[o])
+    counts = Counter(finding.outcome for finding in findings)
+    return ", ".join(
+        f"{counts[outcome]} {outcome.value}" for outcome in ClaimOutcome if counts[outcome]
+    )
 
 
 def _exit_status(findings: Sequence[CheckedClaim]) -> int:
     """Return the exit status of `verify --rerun`, see EXIT_STATUS_HELP."""
-    outcomes = Counter(f.outcome for f in findings)
+    outcomes = Counter(finding.outcome for finding in findings)
     if outcomes[ClaimOutcome.differs]:
         return 4
     if not outcomes[ClaimOutcome.holds]:

@@ -105,10 +105,12 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> PackResult:
     runs: list[RunEntry] = []
     notes: list[str] = []
     for directory in directories:
-        name = _folder_in_bundle(directory, [r["folder"] for r in runs])
+        name = _folder_in_bundle(directory, [entry["folder"] for entry in runs])
         run = _copy_rebuilt(directory, folder / name)
         files = [
-            p for p in run.path.rglob("*") if p.is_file() and p.suffix not in DUPLICATE_SUFFIXES
+            file
+            for file in run.path.rglob("*")
+            if file.is_file() and file.suffix not in DUPLICATE_SUFFIXES
         ]
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
@@ -120,8 +122,10 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> PackResult:
             )
     for path in sorted(CONF.rglob("*.yaml")):
         contents[f"conf/{path.relative_to(CONF).as_posix()}"] = path.read_bytes()
-    for sha in dict.fromkeys(r["code"].get("sha") for r in runs):
-        has_changes = any(r["code"].get("dirty") for r in runs if r["code"].get("sha") == sha)
+    for sha in dict.fromkeys(entry["code"].get("sha") for entry in runs):
+        has_changes = any(
+            entry["code"].get("dirty") for entry in runs if entry["code"].get("sha") == sha
+        )
         source = _source_archive(sha) if sha else None
         if source is not None:
             contents[f"source/{sha}.tar.gz"] = source
@@ -139,7 +143,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> PackResult:
     contents["bundle.json"] = (json.dumps(description, indent=1) + "\n").encode()
     contents["REPRODUCE.md"] = reproduce(description).encode()
     bundle_id = archive.write(out, contents)
-    return PackResult(out, bundle_id, len(runs), sum(len(r["claims"]) for r in runs), notes)
+    return PackResult(out, bundle_id, len(runs), sum(len(entry["claims"]) for entry in runs), notes)
 
 
 def _folder_in_bundle(directory: Path, used_names: Sequence[str]) -> str:
@@ -197,13 +201,18 @@ def reproduce(description: BundleDescription) -> str:
     """Render REPRODUCE.md from bundle.json."""
     runs = description["runs"]
     claim_counts = [
-        {m.value: sum(c["measure"] == m.name for c in run["claims"]) for m in Measure}
+        {
+            measure.value: sum(claim["measure"] == measure.name for claim in run["claims"])
+            for measure in Measure
+        }
         for run in runs
     ]
     return TEMPLATE.render(
         runs=zip(runs, claim_counts, strict=True),
         notes=description["notes"],
-        sha=next((str(r["code"]["sha"]) for r in runs if r["code"].get("sha")), "COMMIT"),
+        sha=next(
+            (str(entry["code"]["sha"]) for entry in runs if entry["code"].get("sha")), "COMMIT"
+        ),
         rule=RULE,
         tolerance=f"{100 * TIME_TOLERANCE:.0f} %",
     )
@@ -254,7 +263,10 @@ def _source_note(sha: str | None, *, is_known: bool) -> str:
 
 def _installed_packages() -> str:
     """Return the packages that are installed here, one per line."""
-    versions = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
+    versions = {
+        (distribution.name or "?", distribution.version)
+        for distribution in importlib.metadata.distributions()
+    }
     lines = sorted(f"{name}=={version}" for name, version in versions)
     return "# Installed where the bundle was packed.\n" + "\n".join(lines) + "\n"
 
@@ -264,7 +276,9 @@ def harness_digest() -> str:
     """Return a hash of the sources and templates of `experiments`."""
     digest = hashlib.sha256()
     folder = ROOT / "experiments"
-    sources = [p for suffix in ("py", "html", "md", "jinja") for p in folder.rglob(f"*.{suffix}")]
+    sources = [
+        file for suffix in ("py", "html", "md", "jinja") for file in folder.rglob(f"*.{suffix}")
+    ]
     for path in sorted(sources):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -119,10 +119,10 @@ def measure_again(
         )
     new_run = Run.read(info_files[-1].parent)
     other_cells = cells_with_other_batches(packed_run, new_run)
-    comparable = [c for c in claims if c.about.partition(" · ")[0] not in other_cells]
+    comparable = [claim for claim in claims if claim.about.partition(" · ")[0] not in other_cells]
     findings = check_claims(comparable, claims_of(new_run), missing_reasons(new_run), tolerance)
     findings += _mark_unmeasured(
-        [c for c in claims if c not in comparable], "its batches were not the same"
+        [claim for claim in claims if claim not in comparable], "its batches were not the same"
     )
     return Remeasurement(findings, new_run)
 
@@ -144,13 +144,16 @@ def missing_reasons(run: Run) -> dict[str, str]:
 def cells_with_other_batches(packed_run: Run, new_run: Run) -> set[str]:
     """Return the cells whose batches differ between two runs although the seed is the same."""
     packed_digests = {
-        (r["cell"], r["seed"]): r["pool_sha256"] for r in packed_run.records if r.get("pool_sha256")
+        (record["cell"], record["seed"]): record["pool_sha256"]
+        for record in packed_run.records
+        if record.get("pool_sha256")
     }
     return {
-        r["cell"]
-        for r in new_run.records
-        if r.get("pool_sha256")
-        and packed_digests.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
+        record["cell"]
+        for record in new_run.records
+        if record.get("pool_sha256")
+        and packed_digests.get((record["cell"], record["seed"]), record["pool_sha256"])
+        != record["pool_sha256"]
     }
 
 

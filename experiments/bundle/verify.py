@@ -213,7 +213,9 @@ def _unknown_files(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, An
     }
     known_names |= {f"source/{run['code'].get('sha')}.tar.gz" for run in runs}
     folders = ("conf/", *(f"{run['folder']}/" for run in runs))
-    names = sorted(n for n in contents if n not in known_names and not n.startswith(folders))
+    names = sorted(
+        name for name in contents if name not in known_names and not name.startswith(folders)
+    )
     return [f"{name} belongs to no run that bundle.json has" for name in names]
 
 
@@ -240,7 +242,9 @@ def _run_problems(
     if run.kind.reporting.special_report:
         return problems  # a note of the bundle says that its numbers are not checked
     rebuilt_folder = _rebuild_tables(folder, scratch)
-    names = {p.name for directory in (folder, rebuilt_folder) for p in directory.glob("*.csv")}
+    names = {
+        file.name for directory in (folder, rebuilt_folder) for file in directory.glob("*.csv")
+    }
     for name in sorted(names):
         if not (folder / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
@@ -259,8 +263,12 @@ def _run_problems(
                 ]
             problems += [f"{name}: {difference}" for difference in differences]
             verification.num_compared += num_compared
-    other_files = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
-    for name in sorted({p.relative_to(folder).as_posix() for p in other_files} - CHECKED_FILES):
+    other_files = [
+        file for file in folder.rglob("*") if file.is_file() and file.suffix not in (".csv", ".png")
+    ]
+    for name in sorted(
+        {file.relative_to(folder).as_posix() for file in other_files} - CHECKED_FILES
+    ):
         verification.notes.append(
             f"{entry['folder']}/{name} is not derived from the samples: not checked"
         )
@@ -292,7 +300,9 @@ def _claim_problems(
     problems = []
     for claim in entry["claims"]:
         rebuilt = rebuilt_claims.pop((claim["about"], claim["what"]), None)
-        if rebuilt is None or not all(_is_equal(claim[n], rebuilt[n]) for n in CLAIM_NUMBERS):
+        if rebuilt is None or not all(
+            _is_equal(claim[number_name], rebuilt[number_name]) for number_name in CLAIM_NUMBERS
+        ):
             problems.append(f"claim '{claim['what']}' of {claim['about']} is not in the samples")
         verification.num_compared += 1
     if is_strict and rebuilt_claims:
@@ -328,7 +338,7 @@ def compare_tables(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[st
     """
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
-    columns = [c for c in packed.columns if c in rebuilt.columns]
+    columns = [column for column in packed.columns if column in rebuilt.columns]
     differences = []
     num_compared = 0
     for column in columns:

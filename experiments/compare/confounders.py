@@ -50,14 +50,14 @@ class Difference:
 
 def find_differences(machines: Sequence[Machine]) -> list[Difference]:
     """Return the differences, confounders first; an unknown value never counts as a difference."""
-    facts = pd.DataFrame(_facts([m.run for m in machines]), dtype=object)
-    facts["mode of timing"] = [m.mode for m in machines]
+    facts = pd.DataFrame(_facts([machine.run for machine in machines]), dtype=object)
+    facts["mode of timing"] = [machine.mode for machine in machines]
     remarks = ("build of torch", "preset", "CPU threads")
     differences = [
         Difference(
             Importance.remark if name in remarks else Importance.confounder,
             str(name),
-            group_by_value(machines, (None if pd.isna(v) else str(v) for v in values)),
+            group_by_value(machines, (None if pd.isna(value) else str(value) for value in values)),
         )
         for name, values in facts.items()
         if values.nunique() > 1
@@ -69,9 +69,9 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
 def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
     """Return the values of each fact, one per run; None if it is unknown or has no effect there."""
     environments = [run.environment for run in runs]
-    torch_builds = [str(e.get("torch") or "") or None for e in environments]
+    torch_builds = [str(environment.get("torch") or "") or None for environment in environments]
     versions = [build and build.partition("+")[0] for build in torch_builds]
-    gpus = [e.get("gpu") or {} for e in environments]
+    gpus = [environment.get("gpu") or {} for environment in environments]
     facts: dict[str, Sequence[object]] = {
         "torch": versions,
         "build of torch": torch_builds if len({*versions} - {None}) < 2 else [],
@@ -80,8 +80,8 @@ def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
     }
     # Code ids cover native libraries, so those of a CPU and a GPU build differ even at one commit.
     # They are a fact only if commits cannot tell, because a run has none.
-    code_ids = [e.get("code_id") for e in environments]
-    commits = [(e.get("git") or {}).get("sha") for e in environments]
+    code_ids = [environment.get("code_id") for environment in environments]
+    commits = [(environment.get("git") or {}).get("sha") for environment in environments]
     if not all(code_ids) or len(set(code_ids)) > 1:
         facts["emblib"] = commits
         if all(code_ids) and None in commits and len({*commits}) < 3:
@@ -94,22 +94,38 @@ def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
                 run_packages["the harness's measuring code"] = str(record["bench_version"])
     for name in sorted(set().union(*packages)):
         facts[name] = [run_packages.get(name) for run_packages in packages]
-    facts["ranks"] = [OmegaConf.select(r.config, "device.ranks", default=1) for r in runs]
+    facts["ranks"] = [OmegaConf.select(run.config, "device.ranks", default=1) for run in runs]
     facts["batches in turn"] = [run.config.timing.pool for run in runs]
-    variables = [e.get("variables") for e in environments]
-    for name in sorted({n for v in variables for n in v or {} if not IGNORED_VARIABLES.match(n)}):
-        facts[name] = [v.get(name, "not set") if v is not None else None for v in variables]
-    facts["preset"] = [OmegaConf.select(r.config, "timing.preset") for r in runs]
+    variables = [environment.get("variables") for environment in environments]
+    for name in sorted(
+        {
+            name
+            for run_variables in variables
+            for name in run_variables or {}
+            if not IGNORED_VARIABLES.match(name)
+        }
+    ):
+        facts[name] = [
+            run_variables.get(name, "not set") if run_variables is not None else None
+            for run_variables in variables
+        ]
+    facts["preset"] = [OmegaConf.select(run.config, "timing.preset") for run in runs]
     for fact_name, key in (("CPU threads", "threads"), ("huge pages", "huge_pages")):
-        facts[fact_name] = [None if e.get("gpu") else e.get(key) for e in environments]
+        facts[fact_name] = [
+            None if environment.get("gpu") else environment.get(key) for environment in environments
+        ]
     return {fact_name: values for fact_name, values in facts.items() if values}
 
 
 def _configuration_differences(machines: Sequence[Machine]) -> list[Difference]:
     """Return the differences of configurations, by keys; those of sizes are a remark."""
-    trees = [OmegaConf.to_container(m.run.config, resolve=True) for m in machines]
+    trees = [OmegaConf.to_container(machine.run.config, resolve=True) for machine in machines]
     values = pd.concat([pd.json_normalize(tree).map(repr) for tree in trees])
-    keys = [k for k in sorted(values) if values[k].nunique() > 1 and not k.startswith(IGNORED_KEYS)]
+    keys = [
+        key
+        for key in sorted(values)
+        if values[key].nunique() > 1 and not key.startswith(IGNORED_KEYS)
+    ]
     size_keys = [key for key in keys if SIZE_KEYS.search(key)]
     other_keys = [key for key in keys if key not in size_keys]
     differences = [
@@ -122,7 +138,11 @@ def _configuration_differences(machines: Sequence[Machine]) -> list[Difference]:
 def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
     """Return the defects of single runs, and a remark if all runs are of one machine."""
     differences = []
-    dirty_labels = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
+    dirty_labels = [
+        machine.label
+        for machine in machines
+        if (machine.run.environment.get("git") or {}).get("dirty")
+    ]
     if dirty_labels:
         text = f"uncommitted changes on {', '.join(dirty_labels)}: what ran is no commit"
         differences.append(Difference(Importance.confounder, "emblib", text))
@@ -138,7 +158,10 @@ def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
         if flags:
             text = f"{label}: {', '.join(flags)}"
             differences.append(Difference(Importance.remark, "state of the machine", text))
-    if len({m.run.environment.get("hardware_id") or m.name for m in machines}) == 1:
+    if (
+        len({machine.run.environment.get("hardware_id") or machine.name for machine in machines})
+        == 1
+    ):
         text = "all runs are of one machine: what differs is its state, or the software"
         differences.append(Difference(Importance.remark, "hardware", text))
     return differences

@@ -103,7 +103,7 @@ def _draw_over_machines(
         )
         contender_curves.append(dataclasses.replace(curve, edge_name=group["name"].iloc[0]))
     num_machines = len(comparison.machines)
-    names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
+    names = ["\n".join(textwrap.wrap(machine.label, 15)) for machine in comparison.machines]
     x_scale = Scale("", ticks=range(num_machines), names=names, low=-0.25, high=num_machines - 0.75)
     return curves(contender_curves, x_scale, Scale(label, log=10), name_position="", marks=marks)
 
@@ -158,7 +158,7 @@ def _draw_speedups(comparison: Comparison, machine_index: int) -> Drawing:
         for kind, ratio in comparison.bandwidth_ratios(machine_index).items()
         if math.isfinite(ratio)
     ]
-    scale = Scale("speed-up", log=10, format_tick=lambda v: f"{v:g}×")
+    scale = Scale("speed-up", log=10, format_tick=lambda value: f"{value:g}×")
     return row_chart(dots, scale, marks=marks, shares_labels=True)
 
 

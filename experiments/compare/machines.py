@@ -140,7 +140,10 @@ class Comparison:
 
         "" if all are equal.
         """
-        sizes = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
+        sizes = [
+            machine.cells[machine.cells["role"] == role].iloc[0]["sizes"]
+            for machine in self.machines
+        ]
         values_by_name = {
             name: [machine_sizes.get(name) for machine_sizes in sizes] for name in sizes[0]
         }
@@ -274,19 +277,22 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     """Return a short, unique name of each run's device, with commit or date if several share it."""
     environments = [run.environment for run in runs]
     names = [
-        str((e.get("gpu") or {}).get("name") or e.get("device", "unknown device"))
+        str(
+            (environment.get("gpu") or {}).get("name")
+            or environment.get("device", "unknown device")
+        )
         .removeprefix("NVIDIA ")
         .removeprefix("GeForce ")
-        for e in environments
+        for environment in environments
     ]
     details: tuple[Callable[[dict[str, Any]], str], ...] = (
-        lambda e: str((e.get("git") or {}).get("sha") or "no git")[:7],
-        lambda e: str(e.get("time_utc", ""))[:16].replace("T", " "),
+        lambda environment: str((environment.get("git") or {}).get("sha") or "no git")[:7],
+        lambda environment: str(environment.get("time_utc", ""))[:16].replace("T", " "),
     )
     for detail_of in details:
         detailed_names = [
-            f"{name} ({detail_of(e)})" if names.count(name) > 1 else name
-            for name, e in zip(names, environments, strict=True)
+            f"{name} ({detail_of(environment)})" if names.count(name) > 1 else name
+            for name, environment in zip(names, environments, strict=True)
         ]
         if len(set(detailed_names)) > len(set(names)):
             names = detailed_names
@@ -300,14 +306,14 @@ def _cells(records: Sequence[Record]) -> pd.DataFrame:
 
     `work` is a text that is equal for equal work. `sizes` is a dictionary, shown if works differ.
     """
-    timed_records = [r for r in records if r.get("kind", TIME) == TIME]
-    base_point = next((r for r in timed_records if r["section"] == SWEEP), None)
+    timed_records = [record for record in records if record.get("kind", TIME) == TIME]
+    base_point = next((record for record in timed_records if record["section"] == SWEEP), None)
     rows = [
         {
             "cell": record["cell"],
             "role": _role(record, base_point or record),
             "work": repr([_without_defaults(record[name]) for name in WORK_FIELDS]),
-            "sizes": {**record["params"], **{k: record[k] for k in ("rows", "optimizer")}},
+            "sizes": {**record["params"], **{name: record[name] for name in ("rows", "optimizer")}},
         }
         for record in timed_records
     ]
@@ -332,7 +338,9 @@ def _without_defaults(value: object) -> object:
     """
     if not isinstance(value, dict):
         return value
-    return sorted((k, v) for k, v in value.items() if v not in ("", [], None, "auto", "exact"))
+    return sorted(
+        (key, entry) for key, entry in value.items() if entry not in ("", [], None, "auto", "exact")
+    )
 
 
 def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
@@ -341,7 +349,9 @@ def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
     Raises:
         NotComparable: there is no point.
     """
-    frame = pd.concat([_points(i, m) for i, m in enumerate(machines)], ignore_index=True)
+    frame = pd.concat(
+        [_points(i, machine) for i, machine in enumerate(machines)], ignore_index=True
+    )
     if not len(frame):
         raise NotComparable("none of these runs has a time of a step or forward pass")
     first = frame[frame["machine"] == 0]
@@ -396,7 +406,7 @@ def exclusion_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> li
 
     Runs with hit rates of traces have one more sentence, because `points` has no hit rates.
     """
-    labels = [m.label for m in machines]
+    labels = [machine.label for machine in machines]
     counts = points.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
     counts = counts.reindex(columns=labels).fillna(0)
     sentences = []
@@ -406,13 +416,13 @@ def exclusion_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> li
             sentences.append(f"{role}: not measured on {', '.join(labels_without)}")
             continue
         for (_, name), row in group.iterrows():
-            machines_without = [m for m in machines if not row[m.label]]
+            machines_without = [machine for machine in machines if not row[machine.label]]
             if machines_without:
                 reasons = "; ".join(
-                    _missing_reason(m, str(role), str(name)) for m in machines_without
+                    _missing_reason(machine, str(role), str(name)) for machine in machines_without
                 )
                 sentences.append(f"{role}, {name}: {reasons}")
-    if any(len(m.run.traces) for m in machines):
+    if any(len(machine.run.traces) for machine in machines):
         sentences.append("hit rates of traces through caches: the same on every machine")
     return sentences
 
@@ -420,8 +430,8 @@ def exclusion_sentences(machines: Sequence[Machine], points: pd.DataFrame) -> li
 def _missing_reason(machine: Machine, role: str, name: str) -> str:
     """State that a machine has no result of a contender, with the contender's first failure."""
     reasons = [
-        f" ({r['status']}: {r['reason']})"
-        for r in machine.run.failures()
-        if r["label"] == name and role.startswith(r["section"])
+        f" ({record['status']}: {record['reason']})"
+        for record in machine.run.failures()
+        if record["label"] == name and role.startswith(record["section"])
     ]
     return f"no result on {machine.label}" + (reasons[0] if reasons else "")

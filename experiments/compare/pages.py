@@ -73,9 +73,11 @@ def page_of(comparison: Comparison, command: str) -> Page:
     """Return the page of a comparison; `command` repeats it."""
     machines, points = comparison.machines, comparison.points
     page_figures = figures.figures(comparison)
-    name, labels = str(machines[0].run.config.name), [m.label for m in machines]
+    name, labels = str(machines[0].run.config.name), [machine.label for machine in machines]
     resized_roles = points[~points["same"]]["role"].unique()
-    commands = [f"{m.run.environment.get('command', '')}  # on {m.name}" for m in machines]
+    commands = [
+        f"{machine.run.environment.get('command', '')}  # on {machine.name}" for machine in machines
+    ]
     published_figures = [
         f"{source.title}: {figure.name} {figure.value:g} {figure.unit}, {figure.device_words} "
         f"({source.source})"
@@ -109,7 +111,8 @@ def page_of(comparison: Comparison, command: str) -> Page:
         subtitle=" · ".join([*labels, f"mode {machines[0].mode}"]),
         question=str(machines[0].run.info.get("question", "")),
         notices=[
-            Notice(d.sentence(), d.importance.value) for d in confounders.find_differences(machines)
+            Notice(difference.sentence(), difference.importance.value)
+            for difference in confounders.find_differences(machines)
         ],
     )
 
@@ -221,11 +224,13 @@ def machines_table(machines: Sequence[Machine]) -> Table:
         return Value(f"{text.digits(value)}{unit}", value)
 
     def theory_column(name: str, unit: str = "") -> Column:
-        return lambda m: number_or("unknown", m.device and m.device.figures.get(name), unit)
+        return lambda machine: number_or(
+            "unknown", machine.device and machine.device.figures.get(name), unit
+        )
 
     def gather_column(row_bytes: int) -> Column:
-        return lambda m: number_or(
-            "not measured", dict(m.measured_ceilings.gather_gb_s).get(row_bytes)
+        return lambda machine: number_or(
+            "not measured", dict(machine.measured_ceilings.gather_gb_s).get(row_bytes)
         )
 
     def environment_column(*keys: str) -> Column:
@@ -238,11 +243,13 @@ def machines_table(machines: Sequence[Machine]) -> Table:
         return read
 
     columns: dict[str, Column] = {
-        "machine": lambda m: m.label,
+        "machine": lambda machine: machine.label,
         "theory GB/s": theory_column("bandwidth_gb_s"),
-        "copy GB/s": lambda m: number_or("not measured", m.measured_ceilings.copy_gb_s),
+        "copy GB/s": lambda machine: number_or("not measured", machine.measured_ceilings.copy_gb_s),
     }
-    sizes = {row_bytes for m in machines for row_bytes, _ in m.measured_ceilings.gather_gb_s}
+    sizes = {
+        row_bytes for machine in machines for row_bytes, _ in machine.measured_ceilings.gather_gb_s
+    }
     for row_bytes in sorted(sizes):
         columns[f"gather {row_bytes} B GB/s"] = gather_column(row_bytes)
     columns |= {
@@ -251,15 +258,17 @@ def machines_table(machines: Sequence[Machine]) -> Table:
         "torch": environment_column("torch"),
         "driver": environment_column("gpu", "driver"),
         "CUDA": environment_column("gpu", "cuda"),
-        "emblib": lambda m: text.commit(m.run.environment) or text.DASH,
-        "measured": lambda m: str(m.run.environment.get("time_utc", ""))[:10],
+        "emblib": lambda machine: text.commit(machine.run.environment) or text.DASH,
+        "measured": lambda machine: str(machine.run.environment.get("time_utc", ""))[:10],
     }
     return Table.of(machines, columns)
 
 
 def sources_table(machines: Sequence[Machine]) -> Table:
     """Return the table of theoretical figures with their sources."""
-    devices = {m.device.key: m.device for m in machines if m.device}.values()
+    devices = {
+        machine.device.key: machine.device for machine in machines if machine.device
+    }.values()
     rows = [
         {
             "device": device.name,
@@ -286,14 +295,19 @@ def overview(extra: Sequence[Path] = ()) -> Page:
     `extra` are directories of runs.
     """
     judgements = published.judge_references(extra)
-    counts = ", ".join(f"{n} {v.value}" for v, n in published.count_verdicts(judgements).items())
+    counts = ", ".join(
+        f"{count} {verdict.value}"
+        for verdict, count in published.count_verdicts(judgements).items()
+    )
     return Page(
         name="Published figures",
         answer=[f"{len(judgements)} figures: {counts}."],
         sections=[
             Section(paragraphs=[OPENING, published.RULE]),
             *[
-                _publication_section(source, [f for f in judgements if f.source is source])
+                _publication_section(
+                    source, [judgement for judgement in judgements if judgement.source is source]
+                )
                 for source in published.publications()
             ],
         ],
@@ -304,7 +318,9 @@ def _publication_section(source: Publication, judgements: Sequence[JudgedFigure]
     """Return the section of a publication: judged figures, then the figures not run, by reason."""
     command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
     table_judgements = [
-        f for f in judgements if f.verdict is not Reproduction.NOT_RUN or math.isfinite(f.ours)
+        judgement
+        for judgement in judgements
+        if judgement.verdict is not Reproduction.NOT_RUN or math.isfinite(judgement.ours)
     ]
     reasons: dict[str, list[PublishedFigure]] = {}
     for finding in judgements:

@@ -148,7 +148,7 @@ class Cell:
         Values that agree to six digits are not told apart. Stored records are joined by the key, so
         its form must not change.
         """
-        values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
+        values = " ".join(f"{axis}={getattr(self.workload, axis):g}" for axis in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
         return f"{self.section} {values}{world}"
 
@@ -202,8 +202,8 @@ def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cel
 
 def axes_of(config: Config) -> dict[str, list[Any]]:
     """Return {axis: values} of the axes that have values, `rank` included."""
-    values = {a: list(getattr(config.sweep, a)) for a in (*AXES, "rank")}
-    return {axis: v for axis, v in values.items() if v}
+    values = {axis: list(getattr(config.sweep, axis)) for axis in (*AXES, "rank")}
+    return {axis: value for axis, value in values.items() if value}
 
 
 def swept_cells(
@@ -229,7 +229,7 @@ def swept_cells(
     ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})
     base = config.workload
     if config.design is Design.one_at_a_time:  # only the base point has every rank
-        points = [{}, *({axis: v} for axis, values in axes.items() for v in values)]
+        points = [{}, *({axis: value} for axis, values in axes.items() for value in values)]
     else:
         points = [dict(zip(axes, values, strict=True)) for values in _combined(config.design, axes)]
     cell_keys: set[str] = set()

@@ -75,7 +75,9 @@ class Contender(ABC):
         Here that is (ids, offsets, gradient of the output).
         """
         device = self.task.device
-        ids, offsets = (t.to(device, self.id_type) for t in (batch.indices, batch.offsets))
+        ids, offsets = (
+            tensor.to(device, self.id_type) for tensor in (batch.indices, batch.offsets)
+        )
         return ids, offsets, batch.gradient.to(device)
 
     @abstractmethod
@@ -142,11 +144,13 @@ class Contender(ABC):
         """
         outputs, expected_state = [], []
         gradients = split_gradient(batch, self.task.shapes)
-        for f, (ids, rows) in enumerate(zip(touched_ids(batch, self.task), before, strict=True)):
-            indices, offsets = batch.feature(f)
+        for table, (ids, rows) in enumerate(
+            zip(touched_ids(batch, self.task), before, strict=True)
+        ):
+            indices, offsets = batch.feature(table)
             leaf = rows.clone().requires_grad_()
             pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
-            (gradient,) = torch.autograd.grad(pooled, leaf, gradients[f])
+            (gradient,) = torch.autograd.grad(pooled, leaf, gradients[table])
             outputs.append(pooled.detach())
             expected_state.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
         return torch.cat(outputs, dim=1), expected_state
@@ -181,7 +185,7 @@ class OneModule(Contender):
 
 def touched_ids(batch: Batch, task: Task) -> list[Tensor]:
     """Return the distinct ids of each feature, ascending, int64 [ids of the feature]."""
-    return [batch.feature(f)[0].unique() for f in range(len(task.shapes))]
+    return [batch.feature(table)[0].unique() for table in range(len(task.shapes))]
 
 
 def read_rows(weights: Iterable[Tensor], batch: Batch, task: Task) -> State:
@@ -190,7 +194,10 @@ def read_rows(weights: Iterable[Tensor], batch: Batch, task: Task) -> State:
     `weights` are the tables, [E, D] each, on any device.
     """
     ids = touched_ids(batch, task)
-    return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
+    return [
+        table_weights.detach()[table_ids.to(table_weights.device)].cpu()
+        for table_weights, table_ids in zip(weights, ids, strict=True)
+    ]
 
 
 def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
@@ -199,12 +206,12 @@ def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
     0-dimensional tensors, the counters of steps, do not count.
     """
     values = (value for state in states for value in state.values())
-    return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim() > 0)
+    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim() > 0)
 
 
 def split_gradient(batch: Batch, shapes: Sequence[TableShape]) -> list[Tensor]:
     """Split the gradient's columns into one [B, D] per feature; these are views."""
-    return list(batch.gradient.split([s.dim for s in shapes], dim=1))
+    return list(batch.gradient.split([shape.dim for shape in shapes], dim=1))
 
 
 def join_columns(outputs: Sequence[Tensor]) -> Tensor:

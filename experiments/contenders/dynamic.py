@@ -31,7 +31,10 @@ class Dynamic(OneModule):
 
     def _module(self) -> emblib.DynamicEmbeddingBags:
         return emblib.DynamicEmbeddingBags(
-            [emblib.DynamicSpec(math.ceil(s.rows / FILLED_LOAD), s.dim) for s in self.task.shapes],
+            [
+                emblib.DynamicSpec(math.ceil(shape.rows / FILLED_LOAD), shape.dim)
+                for shape in self.task.shapes
+            ],
             optimizer_of(self.task),
             device=self.task.device,
         )
@@ -63,7 +66,7 @@ class Dynamic(OneModule):
 
     def observe(self, batch: Batch) -> State:
         rows_by_table = []
-        dims = [s.dim for s in self.task.shapes]
+        dims = [shape.dim for shape in self.task.shapes]
         for table, ids in enumerate(touched_ids(batch, self.task)):
             offsets = self._offsets(table, len(ids), len(ids))
             with torch.no_grad():
@@ -92,19 +95,19 @@ class Tiered(Dynamic):
         return emblib.DynamicEmbeddingBags(
             [
                 emblib.DynamicSpec(
-                    math.ceil(self.task.cache * s.rows), s.dim, eviction=self.eviction
+                    math.ceil(self.task.cache * shape.rows), shape.dim, eviction=self.eviction
                 )
-                for s in shapes
+                for shape in shapes
             ],
             optimizer_of(self.task),
             backing=emblib.BackingStore(  # a batch cannot miss more rows than the table has
-                self._store(), self.mode, min(MAX_MISSES, max(s.rows for s in shapes))
+                self._store(), self.mode, min(MAX_MISSES, max(shape.rows for shape in shapes))
             ),
             device=self.task.device,
         )
 
     def _store(self) -> emblib.RowStore:
-        return emblib.HostRows(2 * max(s.rows for s in self.task.shapes))
+        return emblib.HostRows(2 * max(shape.rows for shape in self.task.shapes))
 
     def prepare(self, batch: Batch) -> Prepared:
         """Lay out the batch and count its distinct rows, which `counters` needs."""
@@ -125,11 +128,11 @@ class Tiered(Dynamic):
         super().step(prepared)
 
     def counters(self) -> dict[str, int]:
-        stats = self.module.tier_stats().values()
-        num_missed_rows = sum(s.backing_hits + s.new for s in stats)
+        stats_by_table = self.module.tier_stats().values()
+        num_missed_rows = sum(stats.backing_hits + stats.new for stats in stats_by_table)
         return {
-            "lookups": sum(s.lookups for s in stats),
-            "lookup_hits": sum(s.hits for s in stats),
+            "lookups": sum(stats.lookups for stats in stats_by_table),
+            "lookup_hits": sum(stats.hits for stats in stats_by_table),
             "rows": self.num_trained_rows,
             "row_hits": self.num_trained_rows - num_missed_rows,
         }
@@ -164,7 +167,7 @@ class DynamicNew(Dynamic):
     """
 
     def __init__(self, task: Task) -> None:
-        self.next_key = max(s.rows for s in task.shapes)
+        self.next_key = max(shape.rows for shape in task.shapes)
         self.used_batches: set[int] = set()  # addresses of the ids of batches that were used
         super().__init__(task)
 

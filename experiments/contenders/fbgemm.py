@@ -56,7 +56,7 @@ class Fbgemm(OneModule):
         location = self.location if cuda else EmbeddingLocation.HOST
         compute_device = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
         return SplitTableBatchedEmbeddingBagsCodegen(
-            [(s.rows, s.dim, location, compute_device) for s in task.shapes],
+            [(shape.rows, shape.dim, location, compute_device) for shape in task.shapes],
             optimizer=OPTIMIZERS[task.optimizer],
             learning_rate=task.lr,
             eps=EPS,
@@ -70,7 +70,7 @@ class Fbgemm(OneModule):
 
     def nbytes(self) -> dict[str, int]:
         return {
-            "weights": sum(w.nbytes for w in self.module.split_embedding_weights()),
+            "weights": sum(weights.nbytes for weights in self.module.split_embedding_weights()),
             "optimizer_state": sum(
                 state.nbytes for states in self.module.split_optimizer_states() for state in states
             ),
@@ -85,14 +85,14 @@ class Fbgemm(OneModule):
 
 def check_dims(task: Task) -> None:
     """Raise Unsupported if the rows of a table are not multiples of COLUMN_MULTIPLE columns."""
-    refused_dims = sorted({s.dim for s in task.shapes if s.dim % COLUMN_MULTIPLE})
+    refused_dims = sorted({shape.dim for shape in task.shapes if shape.dim % COLUMN_MULTIPLE})
     if refused_dims:
         raise Unsupported(f"FBGEMM needs D divisible by {COLUMN_MULTIPLE}, got {refused_dims[0]}")
 
 
 def id_type(task: Task) -> torch.dtype:
     """Return torch.int32 if it can number the rows of all tables together, else torch.int64."""
-    fits_int32 = sum(s.rows for s in task.shapes) <= torch.iinfo(torch.int32).max
+    fits_int32 = sum(shape.rows for shape in task.shapes) <= torch.iinfo(torch.int32).max
     return torch.int32 if fits_int32 else torch.int64
 
 
@@ -117,7 +117,9 @@ class FbgemmLRU(Fbgemm):
     def nbytes(self) -> dict[str, int]:
         """Return the bytes, where the cache consists of rows, their ids and their recency."""
         buffers = self.module.named_buffers()
-        cache = sum(b.nbytes for name, b in buffers if name.startswith(("lxu_", "cache_")))
+        cache = sum(
+            buffer.nbytes for name, buffer in buffers if name.startswith(("lxu_", "cache_"))
+        )
         return super().nbytes() | {"cache": cache}
 
 
@@ -143,7 +145,9 @@ class ServedFp32(PackedTables):
         return self.module(*prepared)
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for table in self.packed_tables for t in table if t is not None)
+        return sum(
+            tensor.nbytes for table in self.packed_tables for tensor in table if tensor is not None
+        )
 
     def _pack(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the bytes of the rows, and the bytes of their scales and offsets or None."""
@@ -152,7 +156,10 @@ class ServedFp32(PackedTables):
     def _load(self, packed_tables: list[tuple[Tensor, Tensor | None]]) -> None:
         host = EmbeddingLocation.HOST
         self.module = IntNBitTableBatchedEmbeddingBagsCodegen(
-            [(f"table{n}", s.rows, s.dim, self.type, host) for n, s in enumerate(self.shapes)],
+            [
+                (f"table{number}", shape.rows, shape.dim, self.type, host)
+                for number, shape in enumerate(self.shapes)
+            ],
             device="cpu",
             output_dtype=SparseType.FP32,
         )

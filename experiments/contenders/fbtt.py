@@ -56,16 +56,18 @@ class Trains:
 
     def __call__(self, features: Sequence[Feature]) -> Tensor:
         """Look up the (ids, offsets) of each table and concatenate the outputs: [B, sum D]."""
-        return join_columns([m(*f) for m, f in zip(self.modules, features, strict=True)])
+        return join_columns(
+            [module(*feature) for module, feature in zip(self.modules, features, strict=True)]
+        )
 
     @property
     def cores(self) -> list[Tensor]:
         """Return the cores of all tables in emblib's layout, [p_k, R_k * q_k * R_k+1] each."""
-        return [core.view(core.shape[-2:]) for m in self.modules for core in m.tt_cores]
+        return [core.view(core.shape[-2:]) for module in self.modules for core in module.tt_cores]
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the cores ("weights") and of Adagrad's sums ("optimizer_state")."""
-        states = [s for m in self.modules for s in m.optimizer_state]
+        states = [state for module in self.modules for state in module.optimizer_state]
         return {
             "weights": sum(core.nbytes for core in self.cores),
             "optimizer_state": sum(state.nbytes for state in states),
@@ -83,8 +85,12 @@ class FbttTables(TTTables):
     def prepare(self, batch: Batch) -> Any:
         arguments, _, gradient = super().prepare(batch)
         device = self.task.device
-        features = [batch.feature(f) for f in self.compressed]
-        return arguments, ([(i.to(device), o.to(device)) for i, o in features],), gradient
+        features = [batch.feature(table) for table in self.compressed]
+        return (
+            arguments,
+            ([(ids.to(device), offsets.to(device)) for ids, offsets in features],),
+            gradient,
+        )
 
     def flops(self, batch: Batch) -> dict[str, float]:
         """Count nothing: FBTT's operations depend on lookups, which emblib's count does not."""

@@ -120,7 +120,9 @@ class HierarchicalKV(KeyTable):
 
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
         keys, values = prepared
-        evicted, evicted_values, scores = (torch.empty_like(t) for t in (keys, values, keys))
+        evicted, evicted_values, scores = (
+            torch.empty_like(tensor) for tensor in (keys, values, keys)
+        )
         num_evicted = SIZE()
         tensors = (keys, values, evicted, evicted_values, scores)
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -33,11 +33,11 @@ class ReferenceTT(TableByTable):
                 torch.randn(p, r * q * s, device=task.device, generator=generator) * 0.1
                 for p, r, q, s in shapes
             ]
-            self.cores.append([c.requires_grad_() for c in cores])
+            self.cores.append([core.requires_grad_() for core in cores])
         self.parameters = [core for cores in self.cores for core in cores]
         self.states = [
-            [torch.zeros_like(c.detach()[:, 0] if s.per_row else c) for s in self.rule.states]
-            for c in self.parameters
+            [torch.zeros_like(core.detach()[:, 0] if s.per_row else core) for s in self.rule.states]
+            for core in self.parameters
         ]
 
     def _lookup(self, prepared: Prepared) -> Tensor:
@@ -63,7 +63,7 @@ class ReferenceTT(TableByTable):
         """Return the bytes of cores and their state; gathered slices count in peak memory only."""
         return {
             "weights": sum(core.nbytes for core in self.parameters),
-            "optimizer_state": sum(s.nbytes for states in self.states for s in states),
+            "optimizer_state": sum(state.nbytes for states in self.states for state in states),
         }
 
     def observe(self, batch: Batch) -> State:

@@ -239,7 +239,9 @@ def _read_entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
             raise RegistryError(f"EMBLIB_CONTENDERS: there is no {path}") from error
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RegistryError(f"{path}: {' '.join(str(error).split())}") from error
-        if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
+        if not isinstance(table, dict) or not all(
+            isinstance(value, dict) for value in table.values()
+        ):
             raise RegistryError(f"{path}: it must have an entry 'name: {{class: ..., ...}}' each")
         versions_of_word = _parse_versions(path, table.get("_by_torch", {}))
         for name, yaml_facts in ((str(key), facts) for key, facts in table.items()):
@@ -260,7 +262,9 @@ def _parse_versions(path: Path, by_word: Mapping[Any, Any]) -> dict[str, dict[st
     for word, versions in by_word.items():
         is_map = isinstance(versions, dict) and bool(versions)
         # Without quotes, YAML reads 2.10 as the number 2.1.
-        if not is_map or not all(isinstance(x, str) for pair in versions.items() for x in pair):
+        if not is_map or not all(
+            isinstance(text, str) for pair in versions.items() for text in pair
+        ):
             raise RegistryError(
                 f"{path}: _by_torch: {word} must be like {{'2.10': '1.5.0'}}, got {versions!r}"
             )
@@ -291,7 +295,10 @@ def _nearest_release(releases: Sequence[str], version: str) -> str:
     """Return the newest release up to `version`, else the oldest; for "" return the newest."""
     ordered = sorted(releases, key=_version_numbers)
     wanted_numbers = _version_numbers(version) or (math.inf,)
-    return next((r for r in reversed(ordered) if _version_numbers(r) <= wanted_numbers), ordered[0])
+    return next(
+        (release for release in reversed(ordered) if _version_numbers(release) <= wanted_numbers),
+        ordered[0],
+    )
 
 
 def _version_numbers(version: str) -> tuple[float, ...]:
@@ -310,7 +317,7 @@ def _parse_entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     if not target or not facts.get("label"):
         raise RegistryError(f"{location} needs a class, as in 'file:Class', and a label")
     facts["requires"] = tuple(facts.get("requires", ()))
-    fields = {f.name: f for f in dataclasses.fields(Entry)}
+    fields = {field.name: field for field in dataclasses.fields(Entry)}
     for key, value in facts.items():
         if key not in fields or key in ("name", "file", "class_name"):
             raise RegistryError(f"{location}: no fact '{key}'")

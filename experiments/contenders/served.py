@@ -130,10 +130,12 @@ class TorchFp32(PackedTables):
     bits = 32
 
     def prepare(self, batch: Batch) -> list[Feature]:
-        return [batch.feature(f) for f in range(len(self.shapes))]
+        return [batch.feature(table) for table in range(len(self.shapes))]
 
     def lookup(self, prepared: list[Feature]) -> Tensor:
-        return join_columns([self._lookup_table(t, *feature) for t, feature in enumerate(prepared)])
+        return join_columns(
+            [self._lookup_table(table, *feature) for table, feature in enumerate(prepared)]
+        )
 
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.packed_tables)

@@ -87,7 +87,10 @@ class Collection(Contender):
         """
         rank, size = rank_and_size()
         ids = touched_ids(batch, self.task)
-        rows = [torch.zeros(len(i), s.dim) for i, s in zip(ids, self.task.shapes, strict=True)]
+        rows = [
+            torch.zeros(len(table_ids), shape.dim)
+            for table_ids, shape in zip(ids, self.task.shapes, strict=True)
+        ]
         for block in self.blocks:
             if block.is_replicated and rank:
                 continue

@@ -33,7 +33,10 @@ class BatchedTables(OneModule):
     def _module(self) -> emblib.TableBatchedEmbeddingBags:
         task = self.task
         return emblib.TableBatchedEmbeddingBags(
-            [emblib.TableSpec(s.rows, s.dim, placement=self.placement) for s in task.shapes],
+            [
+                emblib.TableSpec(shape.rows, shape.dim, placement=self.placement)
+                for shape in task.shapes
+            ],
             optimizer_of(task),
             cache=self._cache(),
             device=task.device,

@@ -30,8 +30,10 @@ class TableByTable(Contender):
 
     def prepare(self, batch: Batch) -> Prepared:
         device = self.task.device
-        features = [batch.feature(f) for f in range(len(self.task.shapes))]
-        return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
+        features = [batch.feature(table) for table in range(len(self.task.shapes))]
+        return [
+            (ids.to(device), offsets.to(device)) for ids, offsets in features
+        ], batch.gradient.to(device)
 
     @abstractmethod
     def _lookup(self, prepared: Prepared) -> Tensor:
@@ -69,7 +71,7 @@ class TorchOptimized(TableByTable):
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of weights and of Adagrad's sums, without gradients."""
         return {
-            "weights": sum(w.nbytes for w in self.weights),
+            "weights": sum(weights.nbytes for weights in self.weights),
             "optimizer_state": optimizer_bytes(self.optimizer.state.values()),
         }
 
@@ -81,20 +83,22 @@ class TorchBags(TorchOptimized):
         device = self.task.device
         self.bags = [
             nn.EmbeddingBag(
-                s.rows,
-                s.dim,
+                shape.rows,
+                shape.dim,
                 mode="sum",
                 sparse=True,
                 include_last_offset=True,
-                _weight=fill_(torch.empty(s.rows, s.dim, device=device), seed),
+                _weight=fill_(torch.empty(shape.rows, shape.dim, device=device), seed),
             )
-            for seed, s in enumerate(self.task.shapes)
+            for seed, shape in enumerate(self.task.shapes)
         ]
         return [bag.weight for bag in self.bags]
 
     def _lookup(self, prepared: Prepared) -> Tensor:
         features, _ = prepared
-        return join_columns([bag(*f) for bag, f in zip(self.bags, features, strict=True)])
+        return join_columns(
+            [bag(*feature) for bag, feature in zip(self.bags, features, strict=True)]
+        )
 
     def observe(self, batch: Batch) -> State:
         return read_rows(self.weights, batch, self.task)

@@ -79,8 +79,10 @@ class TorchRecCollection(Collection):
             "weights": sum(block.weights.nbytes for block in self.blocks),
             "optimizer_state": optimizer_bytes(
                 {
-                    name: v.local_shards()[0].tensor if hasattr(v, "local_shards") else v
-                    for name, v in state.items()
+                    name: value.local_shards()[0].tensor
+                    if hasattr(value, "local_shards")
+                    else value
+                    for name, value in state.items()
                 }
                 for state in self._optimizer_states()
             ),
@@ -288,4 +290,4 @@ class ManagedCollisions(SortedTable):
         return self.module(prepared)[FEATURE].values()
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.module.state_dict().values())
+        return sum(tensor.nbytes for tensor in self.module.state_dict().values())

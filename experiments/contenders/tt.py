@@ -34,11 +34,13 @@ class TTTables(Contender):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         tables = range(len(task.shapes))
-        largest_first = sorted(tables, key=lambda i: -task.shapes[i].rows)
+        largest_first = sorted(tables, key=lambda table: -task.shapes[table].rows)
         self.compressed = sorted(largest_first[: task.tt_tables])
-        self.plain = [i for i in tables if i not in self.compressed]
-        self.trains = self._build_trains([task.shapes[i] for i in self.compressed])
-        plain_task = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
+        self.plain = [table for table in tables if table not in self.compressed]
+        self.trains = self._build_trains([task.shapes[table] for table in self.compressed])
+        plain_task = dataclasses.replace(
+            task, shapes=tuple(task.shapes[table] for table in self.plain)
+        )
         self.plain_tables = BatchedTables(plain_task) if self.plain else None
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
@@ -49,13 +51,13 @@ class TTTables(Contender):
 
     def _batch_of_tables(self, batch: Batch, tables: Sequence[int]) -> Batch:
         """Return the lookups and gradients of some tables of a batch, as a batch."""
-        features = [batch.feature(f) for f in tables]
+        features = [batch.feature(table) for table in tables]
         lengths = torch.cat([offsets.diff() for _, offsets in features])
         columns = split_gradient(batch, self.task.shapes)
         return Batch(
             torch.cat([indices for indices, _ in features]),
             torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            torch.cat([columns[f] for f in tables], dim=1),
+            torch.cat([columns[table] for table in tables], dim=1),
         )
 
     def prepare(self, batch: Batch) -> Any:
@@ -68,7 +70,7 @@ class TTTables(Contender):
             if self.plain_tables
             else None
         )
-        gradients = [columns[f] for f in (*self.plain, *self.compressed)]
+        gradients = [columns[table] for table in (*self.plain, *self.compressed)]
         ids, offsets = compressed.indices.to(device), compressed.offsets.to(device)
         return plain_batch, (ids, offsets), torch.cat(gradients, dim=1).to(device)
 
@@ -103,7 +105,10 @@ class TTTables(Contender):
     def nbytes(self) -> dict[str, int]:
         modules = [self.trains] + ([self.plain_tables] if self.plain_tables else [])
         sizes = [module.nbytes() for module in modules]
-        return {name: sum(s[name] for s in sizes) for name in ("weights", "optimizer_state")}
+        return {
+            name: sum(sizes_of_module[name] for sizes_of_module in sizes)
+            for name in ("weights", "optimizer_state")
+        }
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of the plain tables, then all cores."""
@@ -171,18 +176,18 @@ def expect_tt(
     The features of `batch` are the tables of `specs`; `before` has their cores, table by table.
     """
     outputs, expected_cores, remaining_cores = [], [], list(before)
-    gradients = batch.gradient.split([s.dim for s in specs], dim=1)
-    for f, spec in enumerate(specs):
+    gradients = batch.gradient.split([spec.dim for spec in specs], dim=1)
+    for table, spec in enumerate(specs):
         num_cores = len(spec.row_factors)
-        leaves = [c.clone().requires_grad_() for c in remaining_cores[:num_cores]]
+        leaves = [core.clone().requires_grad_() for core in remaining_cores[:num_cores]]
         remaining_cores = remaining_cores[num_cores:]
-        indices, offsets = batch.feature(f)
+        indices, offsets = batch.feature(table)
         pooled = pool_rows(rows_of_ids(leaves, indices, spec), torch.arange(len(indices)), offsets)
         outputs.append(pooled.detach())
-        gradients_of_cores = torch.autograd.grad(pooled, leaves, gradients[f])
+        gradients_of_cores = torch.autograd.grad(pooled, leaves, gradients[table])
         expected_cores += [
-            first_update(task.optimizer, c.detach(), g, task.lr)
-            for c, g in zip(leaves, gradients_of_cores, strict=True)
+            first_update(task.optimizer, core.detach(), core_gradient, task.lr)
+            for core, core_gradient in zip(leaves, gradients_of_cores, strict=True)
         ]
     return torch.cat(outputs, dim=1), expected_cores
 

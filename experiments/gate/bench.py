@@ -161,7 +161,9 @@ class Bench:
         steps, which change the parameters.
         """
         ready, contender = self.ready_points[name], self.ready_points[name].contender
-        resources: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}
+        resources: dict[str, float] = {
+            f"{name}_bytes": num_bytes for name, num_bytes in contender.nbytes().items()
+        }
         totals = counting_pass(contender, ready.step, self.setup.config.timing.pool)
         if totals.get("lookups"):
             resources["hit_rate"] = totals["lookup_hits"] / totals["lookups"]

@@ -80,7 +80,9 @@ def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
             for side, process in processes.items():
                 _, errors = process.communicate(timeout=LIMIT_SECONDS)
                 if process.returncode:
-                    lines = [x for x in errors.strip().splitlines() if not x.startswith("==")]
+                    lines = [
+                        line for line in errors.strip().splitlines() if not line.startswith("==")
+                    ]
                     return {}, f"{side} failed under valgrind: {(lines or ['no message'])[-1]}"
                 for point, side_counts in read_dumps(setup_file.parent / side).items():
                     counts.setdefault(point, {})[side] = side_counts

@@ -50,7 +50,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     side_folders, store = setup.head_on_both_sides(start, print), start.create()
     begin_s = time.monotonic()
     num_pairs = SMOKE_PAIRS if start.is_smoke else config.gate.floor_pairs
-    names = [p.name for p in start.points]
+    names = [point.name for point in start.points]
     rules = Rules(num_pairs, num_pairs, dict.fromkeys(names, config.gate.min_effect))
     trial, status = Trial(), "finished"
     with Display(num_pairs) as display:
@@ -59,7 +59,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             config, start.device, start.points, rules, side_folders, store, display
         )
         try:
-            while names_left := [n for n in names if n not in trial.evidence.lost_points]:
+            while names_left := [name for name in names if name not in trial.evidence.lost_points]:
                 if len(trial.evidence.first.get(names_left[0], [])) >= num_pairs:
                     break
                 runner.measure_pair(trial, Request(Stage.first, tuple(names_left)))
@@ -83,7 +83,9 @@ def write(path: Path) -> str:
     """Write the page of a run directory from its stored pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
     points: NoiseFloor = (read_json(path, "noise.json") or _floor_of_killed(path))["points"]
-    failures = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
+    failures = {
+        record["point"]: record for record in read_records(path) if record["status"] != "ok"
+    }
     pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
     margins = {
         name: statistics.gate_margin(min_effect, noise["mad"], pairs)
@@ -95,7 +97,9 @@ def write(path: Path) -> str:
         notices.append("Smoke run: tiny tables and two pairs; the numbers have no meaning.")
     if read_json(path, "run.json").get("status") != "finished":
         notices.append("This run was interrupted; it is not stored as the machine's noise floor.")
-    notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failures.items()]
+    notices += [
+        f"{point}: {record['status']} ({record['reason']})" for point, record in failures.items()
+    ]
     section = Section(
         "Noise by point", figures=_figures(points, margins), table=table(points, margins)
     )
@@ -154,12 +158,12 @@ def table(points: NoiseFloor, margins: Mapping[str, float]) -> Table:
         [{"point": name, "margin": margins[name], **noise} for name, noise in points.items()],
         {
             "point": "point",
-            "pairs": lambda p: tables.count_value(p["pairs"]),
-            "A ÷ A [95\u00a0%]": lambda p: pages.effect_value(
-                statistics.combine_processes(p["effects"])
+            "pairs": lambda point: tables.count_value(point["pairs"]),
+            "A ÷ A [95\u00a0%]": lambda point: pages.effect_value(
+                statistics.combine_processes(point["effects"])
             ),
-            "MAD": lambda p: pages.margin_value(p["mad"]),
-            "95 % of pairs within": lambda p: pages.margin_value(p["p95"]),
-            "margin": lambda p: pages.margin_value(p["margin"]),
+            "MAD": lambda point: pages.margin_value(point["mad"]),
+            "95 % of pairs within": lambda point: pages.margin_value(point["p95"]),
+            "margin": lambda point: pages.margin_value(point["margin"]),
         },
     )

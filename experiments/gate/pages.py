@@ -82,7 +82,7 @@ def page_of(
                 web_only=True,
             ),
         ],
-        subtitle=" · ".join(str(x) for x in (*machine, text.commit(environment)) if x),
+        subtitle=" · ".join(str(word) for word in (*machine, text.commit(environment)) if word),
         tiles=tiles,
         notices=[Notice(line) for line in notices],
         closing="In the folder of this page: points.jsonl (raw samples), report.md, figures.",
@@ -92,20 +92,22 @@ def page_of(
 def effect_value(effect: Effect) -> Value:
     """Format an effect as '1.083 [1.061, 1.106]'; without the interval if there is none."""
     interval = "" if math.isnan(effect.lo) else f" [{effect.lo:.3f}, {effect.hi:.3f}]"
-    return Value.of(effect.ratio, lambda v: f"{v:.3f}{interval}")
+    return Value.of(effect.ratio, lambda value: f"{value:.3f}{interval}")
 
 
 def margin_value(value: float | None) -> Value:
     """Format a share, such as a margin, as '5.2 %'; a dash for None and infinity."""
     finite_value = None if value is None or math.isinf(value) else value
-    return Value.of(finite_value, lambda v: f"{100 * v:.3g} %")
+    return Value.of(finite_value, lambda value: f"{100 * value:.3g} %")
 
 
 def instructions_value(finding: PointFinding, name: str) -> Value:
     """Format head ÷ base and the count of head, '1.0310 (2,113,402)'; a dash if not counted."""
     counts = finding.counts.get(name)
     head_per_base = counts["head"] / counts["base"] if counts and counts["base"] else None
-    return Value.of(head_per_base, lambda v: f"{v:.4f} ({counts['head']:,.0f})" if counts else "")
+    return Value.of(
+        head_per_base, lambda value: f"{value:.4f} ({counts['head']:,.0f})" if counts else ""
+    )
 
 
 MEANINGS = {  # by exit status
@@ -224,18 +226,24 @@ def _page(
     notices += list(facts.get("notices", ()))
     tiles = [
         Tile(
-            str(len(findings.in_states(v.value))),
-            v.value.lower(),
-            TILE_STYLES.get(v.value, "") if findings.in_states(v.value) else "",
+            str(len(findings.in_states(verdict.value))),
+            verdict.value.lower(),
+            TILE_STYLES.get(verdict.value, "") if findings.in_states(verdict.value) else "",
         )
-        for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
+        for verdict in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
     sections = [Section("Points", table=table(findings.points), figures=_figures(findings.points))]
     remarks = [
-        f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.points if x.ruling is None
+        f"{point.state.lower()}: {point.point} – {point.reason}"
+        for point in findings.points
+        if point.ruling is None
     ]
-    remarks += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
-    remarks += [f"{x.point}: {change}" for x in findings.points for change in (*x.worse, *x.better)]
+    remarks += [f"unsure: {point.point} – {point.reason}" for point in findings.in_states("UNSURE")]
+    remarks += [
+        f"{point.point}: {change}"
+        for point in findings.points
+        for change in (*point.worse, *point.better)
+    ]
     if remarks:
         sections.append(Section("Remarks", remarks))
     name = str(facts["experiment"])
@@ -289,7 +297,7 @@ def effect_row(
 def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
     """Return the figure of all ratios with their margins, largest first; [] without a verdict."""
     compared = [(finding, finding.ruling) for finding in findings if finding.ruling]
-    compared.sort(key=lambda x: -x[1].effect.ratio)
+    compared.sort(key=lambda finding: -finding[1].effect.ratio)
     rows = [
         effect_row(
             f"{finding.point} · {finding.state}",

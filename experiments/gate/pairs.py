@@ -143,10 +143,12 @@ def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = N
             _measure_pair(dataclasses.replace(job, points=points), folders, start, result)
             break
         except WorkerLost as loss:
-            names = [loss.point] if loss.point else [p.name for p in points]
+            names = [loss.point] if loss.point else [point.name for point in points]
             for name in names:
                 result.add_failure(name, loss.side, loss.death.status, str(loss.death))
-        points = [p for p in points if p.name not in {*result.samples, *result.failures}]
+        points = [
+            point for point in points if point.name not in {*result.samples, *result.failures}
+        ]
     return result
 
 
@@ -208,7 +210,7 @@ def _measure_pair(
             for name, build_result in ask(side, setup).items():
                 if build_result.status != "ok":
                     result.add_failure(name, side, build_result.status, build_result.reason)
-        names = [p.name for p in job.points if p.name not in result.failures]
+        names = [point.name for point in job.points if point.name not in result.failures]
         for name in rng.sample(names, len(names)):
             result.samples[name] = _measure_point(job, name, ask, rng)
         for worker in workers.values():
@@ -318,7 +320,7 @@ class TrialRunner:
 
     def finish(self, trial: Trial) -> None:
         """Measure until the rules request no more; `trial` has the results, also after Ctrl-C."""
-        names = [p.name for p in self.points if p.name in self.rules.margins]
+        names = [point.name for point in self.points if point.name in self.rules.margins]
         while request := next_request(names, trial.evidence, self.rules):
             self.measure_pair(trial, request)
 
@@ -330,7 +332,7 @@ class TrialRunner:
         begin_s = time.monotonic()
         is_first = trial.number == 0 and not trial.evidence.first
         job = PairJob(
-            [p for p in self.points if p.name in request.points],
+            [point for point in self.points if point.name in request.points],
             self.config,
             str(self.device),
             self.num_pairs,
@@ -376,7 +378,9 @@ class TrialRunner:
             if point.name in result.samples and point.name not in result.failures:
                 samples = result.samples[point.name]
                 samples_ns = {
-                    f"{side.value}_ns": [[round(1e9 * s) for s in block] for block in blocks]
+                    f"{side.value}_ns": [
+                        [round(1e9 * sample) for sample in block] for block in blocks
+                    ]
                     for side, blocks in samples.seconds.items()
                 }
                 records.append(
@@ -390,5 +394,7 @@ class TrialRunner:
 def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
     """Return the seconds of the faster sample of every block, over all pairs with a result."""
     key = f"{side.value}_ns"
-    blocks_by_pair = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
+    blocks_by_pair = [
+        record[key] for record in records if record["point"] == point and record["status"] == "ok"
+    ]
     return [min(block) / 1e9 for blocks in blocks_by_pair for block in blocks]

@@ -42,7 +42,7 @@ def points_of(config: Config) -> list[Point]:
             kind `time`, or two entries that measure the same; entries of a forward do not differ by
             their optimizer.
     """
-    cells = {c.section: c for c in expand(config) if c.section != SWEEP}
+    cells = {cell.section: cell for cell in expand(config) if cell.section != SWEEP}
     gate_points = config.gate.points
     if not gate_points:
         raise UsageError("gate.points is empty: name at least one, e.g. {case: ..., phase: step}")
@@ -66,7 +66,7 @@ def points_of(config: Config) -> list[Point]:
             arm_note = f" {arm.key}" * (len(cell.arms) > 1)
             name = f"{gate_point.case}{arm_note} {gate_point.phase}{update_note}"
             points.append(Point(name, cell, arm, gate_point.phase, gate_point.optimizer))
-    names = [p.name for p in points]
+    names = [point.name for point in points]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"gate.points: '{name}' is there twice")

@@ -83,7 +83,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             side_folders,
             store,
             display,
-            num_pairs=1 + max((r["pair"] for r in records), default=-1),
+            num_pairs=1 + max((record["pair"] for record in records), default=-1),
         )
         status = _run_trials(runner, replay(records))
     setup.write_info(store, config, question, status, begin_s)
@@ -112,8 +112,11 @@ def completed_outcomes(path: Path) -> list[dict[str, Any]]:
         return []
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
-    completed = [t for t in trials if next_request(names, t.evidence, rules) is None]
-    return [trial_outcome(t, names, rules) for t in sorted(completed, key=lambda t: t.number)]
+    completed = [trial for trial in trials if next_request(names, trial.evidence, rules) is None]
+    return [
+        trial_outcome(trial, names, rules)
+        for trial in sorted(completed, key=lambda trial: trial.number)
+    ]
 
 
 def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
@@ -183,14 +186,15 @@ def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str,
     for name, ruling in rulings.items():
         by_verdict[ruling.verdict.value].append(name)
     effects = {
-        name: {"first": list(r.first), "second": list(r.second)} for name, r in rulings.items()
+        name: {"first": list(ruling.first), "second": list(ruling.second)}
+        for name, ruling in rulings.items()
     }
     return {
         "trial": trial.number,
         "slow": trial.slow,
         "alarm": bool(by_verdict[Verdict.SLOWER.value]),
-        **{v.value.lower(): by_verdict[v.value] for v in Verdict},
-        "screened": [n for n, r in rulings.items() if r.screened is Verdict.SLOWER],
+        **{verdict.value.lower(): by_verdict[verdict.value] for verdict in Verdict},
+        "screened": [name for name, ruling in rulings.items() if ruling.screened is Verdict.SLOWER],
         "failed": sorted(trial.failures),
         "effects": effects,
     }
@@ -200,12 +204,13 @@ def format_trial(trial: Outcome) -> str:
     """Format a trial as a line for the terminal."""
     change = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
-        f"{len(trial[v.value.lower()])} {v.value.lower()}"
-        for v in Verdict
-        if trial[v.value.lower()]
+        f"{len(trial[verdict.value.lower()])} {verdict.value.lower()}"
+        for verdict in Verdict
+        if trial[verdict.value.lower()]
     )
     num_pairs = max(
-        (len(e["first"]) + len(e["second"]) for e in trial["effects"].values()), default=0
+        (len(effect["first"]) + len(effect["second"]) for effect in trial["effects"].values()),
+        default=0,
     )
     return f"{change:<12} {'ALARM' if trial['alarm'] else 'quiet':<6} {counts} ({num_pairs} pairs)"
 
@@ -219,35 +224,37 @@ def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     the points that are SLOWER; `caught_by_gate`, the trials with such a point. `points` has
     `false_alarms` and `caught` of each point by name.
     """
-    unchanged_trials = [t for t in trials if t["slow"] == 1]
-    slowed_trials = [t for t in trials if t["slow"] > 1]
-    slowed_points = [name for t in slowed_trials for name in t["effects"]]
-    caught_points = [name for t in slowed_trials for name in t["slower"]]
+    unchanged_trials = [trial for trial in trials if trial["slow"] == 1]
+    slowed_trials = [trial for trial in trials if trial["slow"] > 1]
+    slowed_points = [name for trial in slowed_trials for name in trial["effects"]]
+    caught_points = [name for trial in slowed_trials for name in trial["slower"]]
     by_point = {
         name: {
             "false_alarms": error_rate(
-                sum(name in t["slower"] for t in unchanged_trials),
-                sum(name in t["effects"] for t in unchanged_trials),
+                sum(name in trial["slower"] for trial in unchanged_trials),
+                sum(name in trial["effects"] for trial in unchanged_trials),
             ),
             "caught": error_rate(caught_points.count(name), slowed_points.count(name)),
         }
-        for name in sorted({n for t in trials for n in t["effects"]})
+        for name in sorted({name for trial in trials for name in trial["effects"]})
     }
     return {
         "false_alarms": error_rate(
-            sum(t["alarm"] for t in unchanged_trials), len(unchanged_trials)
+            sum(trial["alarm"] for trial in unchanged_trials), len(unchanged_trials)
         ),
         "false_screened": error_rate(
-            sum(bool(t["screened"]) for t in unchanged_trials), len(unchanged_trials)
+            sum(bool(trial["screened"]) for trial in unchanged_trials), len(unchanged_trials)
         ),
         "false_faster": error_rate(
-            sum(bool(t["faster"]) for t in unchanged_trials), len(unchanged_trials)
+            sum(bool(trial["faster"]) for trial in unchanged_trials), len(unchanged_trials)
         ),
         "caught": error_rate(len(caught_points), len(slowed_points)),
-        "caught_by_gate": error_rate(sum(t["alarm"] for t in slowed_trials), len(slowed_trials)),
+        "caught_by_gate": error_rate(
+            sum(trial["alarm"] for trial in slowed_trials), len(slowed_trials)
+        ),
         "unsure": error_rate(
-            sum(len(t["unsure"]) for t in unchanged_trials),
-            sum(len(t["effects"]) for t in unchanged_trials),
+            sum(len(trial["unsure"]) for trial in unchanged_trials),
+            sum(len(trial["effects"]) for trial in unchanged_trials),
         ),
         "points": by_point,
     }
@@ -278,7 +285,7 @@ def sentence(rates: Rates, trials: Sequence[Outcome]) -> str:
     """State the rates of false alarms and of detection, as far as trials give them."""
     if not trials:
         return "No trial is complete."
-    slow = max((t["slow"] for t in trials), default=1.0)
+    slow = max((trial["slow"] for trial in trials), default=1.0)
     clauses = []
     if rates["false_alarms"]["of"]:
         clauses.append(
@@ -294,7 +301,7 @@ def format_rate(rate: ErrorRate) -> str:
     """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'; '0 of 0' without trials."""
     if rate["rate"] is None:
         return "0 of 0"
-    lo, hi = (f"{100 * rate[k]:.3g}" for k in ("lo", "hi"))
+    lo, hi = (f"{100 * rate[name]:.3g}" for name in ("lo", "hi"))
     share = f"{100 * rate['rate']:.3g} %, 95 % interval {lo} to {hi} %"
     return f"{rate['hits']} of {rate['of']} ({share})"
 
@@ -310,7 +317,7 @@ def _page(
     config = OmegaConf.load(path / "config.yaml")
     rules = Rules.load(path)
     assert rules is not None
-    slow = max((t["slow"] for t in trials), default=1.0)
+    slow = max((trial["slow"] for trial in trials), default=1.0)
     further_sentences = [
         f"A first set of pairs alone, without confirmation, would have raised one in "
         f"{format_rate(rates['false_screened'])}.",

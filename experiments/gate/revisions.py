@@ -170,7 +170,9 @@ def _sources_digest(root: Path, prefix: str = "") -> str:
 def installed_libraries() -> list[Path]:
     """Return the native libraries of the installed emblib; [] if none is built."""
     folders = reversed(library_folders())
-    return list({p.name: p for f in folders for p in f.glob("libemblib_*.so")}.values())
+    return list(
+        {file.name: file for folder in folders for file in folder.glob("libemblib_*.so")}.values()
+    )
 
 
 Say = Callable[[str], object]  # prints a message before a step that takes long
@@ -285,7 +287,7 @@ def _num_jobs() -> int:
 
 def _first_error(log: Path) -> str:
     """Return the first error in a build's output; without one, its last line."""
-    lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for mark in ("error:", "CMake Error", "FAILED:"):
         for number, line in enumerate(lines):
             if mark in line:  # CMake writes file and line here, and the error on the next line

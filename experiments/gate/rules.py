@@ -119,20 +119,22 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     `points` are names of `rules.margins`; lost ones are skipped. With one pair per point
     (`rules.pairs` is 1, as in a smoke run) no verdict is possible, and no more pairs are requested.
     """
-    points = [p for p in points if p not in evidence.lost_points]
-    first = {p: evidence.first.get(p, []) for p in points}
+    points = [point for point in points if point not in evidence.lost_points]
+    first = {point: evidence.first.get(point, []) for point in points}
     # 1. The first set, of every point.
-    if incomplete := [p for p in points if len(first[p]) < rules.pairs]:
+    if incomplete := [point for point in points if len(first[point]) < rules.pairs]:
         return Request(Stage.first, tuple(incomplete))
     # 2. More pairs of the first set, of points that are unsure.
-    verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
+    verdicts = {point: _verdict(first[point], rules.margins[point]) for point in points}
     max_first_pairs = rules.max_pairs if rules.pairs >= statistics.MIN_PROCESSES else 0
-    unsure = [p for p in points if verdicts[p] is Verdict.UNSURE]
-    if extensible := [p for p in unsure if len(first[p]) < max_first_pairs]:
+    unsure = [point for point in points if verdicts[point] is Verdict.UNSURE]
+    if extensible := [point for point in unsure if len(first[point]) < max_first_pairs]:
         return Request(Stage.first, tuple(extensible))
     # 3. The second set, of points that look slower or faster.
-    changed = [p for p in points if verdicts[p] in CHANGES]
-    unconfirmed = [p for p in changed if len(evidence.second.get(p, [])) < len(first[p])]
+    changed = [point for point in points if verdicts[point] in CHANGES]
+    unconfirmed = [
+        point for point in changed if len(evidence.second.get(point, [])) < len(first[point])
+    ]
     return Request(Stage.second, tuple(unconfirmed)) if unconfirmed else None
 
 
@@ -143,11 +145,21 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     measured, has no ruling. SLOWER and FASTER need a second set with the same verdict, whose
     adjusted p-value is at most ALPHA; otherwise the point is UNSURE.
     """
-    measured_points = [p for p in points if p not in evidence.lost_points and evidence.first.get(p)]
-    screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}
-    confirmable = [p for p in measured_points if screened[p] in CHANGES and evidence.second.get(p)]
+    measured_points = [
+        point for point in points if point not in evidence.lost_points and evidence.first.get(point)
+    ]
+    screened = {
+        point: _verdict(evidence.first[point], rules.margins[point]) for point in measured_points
+    }
+    confirmable = [
+        point
+        for point in measured_points
+        if screened[point] in CHANGES and evidence.second.get(point)
+    ]
     sign = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
-    p_values = [statistics.p_value(evidence.second[p], sign[screened[p]]) for p in confirmable]
+    p_values = [
+        statistics.p_value(evidence.second[point], sign[screened[point]]) for point in confirmable
+    ]
     adjusted_p = dict(zip(confirmable, statistics.adjust_by_holm(p_values), strict=True))
     rulings = {}
     for point in measured_points:

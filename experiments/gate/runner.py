@@ -184,5 +184,5 @@ def rebuild(path: Path) -> str:
         }
     findings = collect_findings(points_of(config), trial, rules, records)
     findings = dataclasses.replace(findings, interrupted=saved["status"] == INTERRUPTED)
-    facts = {k: v for k, v in saved.items() if k not in DERIVED_ENTRIES}
+    facts = {name: value for name, value in saved.items() if name not in DERIVED_ENTRIES}
     return pages.write_outputs(path, findings, facts, saved["status"])

@@ -44,8 +44,8 @@ def measurement_key(config: Config) -> str:
     timing, device = config.timing, config.device
     return digest(
         {
-            "cases": {k: dataclasses.asdict(c) for k, c in config.cases.items()},
-            "points": [dataclasses.asdict(p) for p in config.gate.points],
+            "cases": {name: dataclasses.asdict(case) for name, case in config.cases.items()},
+            "points": [dataclasses.asdict(point) for point in config.gate.points],
             "modes": timing.modes,
             "pool": timing.pool,
             "warmup": [timing.warmup, timing.warmup_seconds, timing.warmup_cap],
@@ -150,8 +150,14 @@ class GateStart:
         """Return the numbers of pairs, and the margins of points that are not too noisy to gate."""
         gate, pairs = self.config.gate, self.config.timing.replicates
         floor = self.floor or {}
-        margins = {p.name: margin(floor, p.name, gate.min_effect, pairs) for p in self.points}
-        gated = {name: m for name, m in margins.items() if m <= gate.max_margin}
+        margins = {
+            point.name: margin(floor, point.name, gate.min_effect, pairs) for point in self.points
+        }
+        gated = {
+            name: point_margin
+            for name, point_margin in margins.items()
+            if point_margin <= gate.max_margin
+        }
         return Rules(pairs, max(pairs, gate.max_pairs), gated)
 
     @property

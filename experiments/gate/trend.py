@@ -136,7 +136,9 @@ class Trend:
     def commits(self) -> list[Commit]:
         """Return the commits without repeats: of each run the base, then the head."""
         return list(
-            dict.fromkeys(c for gate_run in self.runs for c in (gate_run.base, gate_run.head))
+            dict.fromkeys(
+                commit for gate_run in self.runs for commit in (gate_run.base, gate_run.head)
+            )
         )
 
     @property
@@ -385,14 +387,14 @@ def _panel(trend: Trend, point: str) -> Panel:
     levels, lines, legend_labels = trend.levels(point), [], set()
     for chain in trend.chains():
         for quantity, (label, colour, line) in QUANTITIES.items():
-            measured = [c for c in chain if (c, quantity) in levels]
+            measured = [commit for commit in chain if (commit, quantity) in levels]
             if not measured:
                 continue
-            chain_levels = [levels[c, quantity] for c in measured]
+            chain_levels = [levels[commit, quantity] for commit in measured]
             ends = [level.ends for level in chain_levels] if quantity == TIME else []
             lines.append(
                 Curve(
-                    [position_of[c] for c in measured],
+                    [position_of[commit] for commit in measured],
                     [level.ratio for level in chain_levels],
                     colour,
                     "" if label in legend_labels else label,
@@ -430,14 +432,14 @@ def _count_ratio(finding: Mapping[str, Any], name: str) -> Value:
     """Return an entry for head ÷ base of a counted quantity."""
     counts = (finding.get("counts") or {}).get(name)
     ratio = counts["head"] / counts["base"] if counts and counts["base"] else None
-    return Value.of(ratio, lambda v: f"{v:.4f}")
+    return Value.of(ratio, lambda value: f"{value:.4f}")
 
 
 def _time_ratio(finding: Mapping[str, Any]) -> Value:
     """Return an entry for head ÷ base of the time, with its interval if it is known."""
     low, high = finding.get("lo"), finding.get("hi")
     interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-    return Value.of(finding.get("ratio"), lambda v: f"{v:.3f}{interval}")
+    return Value.of(finding.get("ratio"), lambda value: f"{value:.3f}{interval}")
 
 
 # Columns of a table with a row per finding.
@@ -471,7 +473,9 @@ def _commit_table(trend: Trend) -> Table:
 
     def count_states(gate_run: GateRun) -> str:
         states = [finding["state"] for finding in gate_run.points.values()]
-        return ", ".join(f"{states.count(s)} {s.lower()}" for s in dict.fromkeys(sorted(states)))
+        return ", ".join(
+            f"{states.count(state)} {state.lower()}" for state in dict.fromkeys(sorted(states))
+        )
 
     return Table.of(
         trend.runs,
@@ -500,13 +504,13 @@ def _level_table(trend: Trend) -> Table:
         def level_value(row: PointInRun) -> Value:
             """Return the entry of one quantity; a dash if the run did not measure it."""
             level = levels_by_point[row.finding["point"]].get((row.run.head, quantity))
-            return Value.of(level.ratio if level else None, lambda v: f"{v:.4f}")
+            return Value.of(level.ratio if level else None, lambda value: f"{value:.4f}")
 
         return level_value
 
     def count_value(row: PointInRun) -> Value:
         counts = (row.finding.get("counts") or {}).get(TOTAL) or {}
-        return Value.of(counts.get("head"), lambda v: f"{v:,.0f}")
+        return Value.of(counts.get("head"), lambda value: f"{value:,.0f}")
 
     return Table.of(
         rows,

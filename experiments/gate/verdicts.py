@@ -90,12 +90,12 @@ class Findings:
 
     def in_states(self, *states: str) -> list[PointFinding]:
         """Return the findings in one of these states, see `PointFinding.state`."""
-        return [x for x in self.points if x.state in states]
+        return [point for point in self.points if point.state in states]
 
     @property
     def compared(self) -> list[PointFinding]:
         """Return the points with a verdict."""
-        return self.in_states(*(v.value for v in Verdict))
+        return self.in_states(*(verdict.value for verdict in Verdict))
 
     def status(self, *, strict: bool) -> int:
         """Return the exit status: 130 for an interrupted run, else that of the worst finding.
@@ -106,7 +106,7 @@ class Findings:
             return INTERRUPTED
         if self.broken:
             return FAILED if self.broken_side is Side.head else NOTHING
-        if any(x.is_regression for x in self.points):
+        if any(point.is_regression for point in self.points):
             return REGRESSION
         if self.in_states("MISSING", "FAILED"):
             return FAILED
@@ -133,7 +133,7 @@ def collect_findings(
         rules: rules of the trial; a point without a margin is NOISY.
         records: records of the trial, for the seconds of each side.
     """
-    names = [p.name for p in points if p.name in rules.margins]
+    names = [point.name for point in points if point.name in rules.margins]
     rulings = decide(names, trial.evidence, rules)
     findings = []
     for point in points:
@@ -269,5 +269,6 @@ def as_json(finding: PointFinding) -> dict[str, Any]:
             "second": list(ruling.second),
         }
     return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in content.items()
     }

@@ -39,17 +39,26 @@ def answer(run: Run) -> list[str]:
     if not judgements:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
     counts = published.count_verdicts(judgements)
-    counts_text = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
+    counts_text = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items())
     sentences = [f"Of {len(judgements)} published figures: {counts_text}."]
     for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
         figure_names = [
-            f"{j.figure.name} ({_format_pair(j)})" for j in judgements if j.verdict is verdict
+            f"{judgement.figure.name} ({_format_pair(judgement)})"
+            for judgement in judgements
+            if judgement.verdict is verdict
         ]
         if figure_names:
             sentences.append(f"{verdict.value.capitalize()}: {'; '.join(figure_names)}.")
-    not_run = [j for j in judgements if j.verdict is Reproduction.NOT_RUN and math.isfinite(j.ours)]
+    not_run = [
+        judgement
+        for judgement in judgements
+        if judgement.verdict is Reproduction.NOT_RUN and math.isfinite(judgement.ours)
+    ]
     if not_run:
-        figure_names = [f"{j.figure.name} ({_format_pair(j)})" for j in not_run[:MAX_NAMED]]
+        figure_names = [
+            f"{judgement.figure.name} ({_format_pair(judgement)})"
+            for judgement in not_run[:MAX_NAMED]
+        ]
         num_more = len(not_run) - MAX_NAMED
         more_note = f"; {num_more} more in the table" if num_more > 0 else ""
         sentences.append(
@@ -68,12 +77,12 @@ def _format_pair(judgement: JudgedFigure) -> str:
 def tables(run: Run) -> list[TitledTable]:
     """Return a table per publication that the run is compared with, then the tables of `keys`."""
     judgements = published.judge_run(run)
-    sources = {j.source.key: j.source for j in judgements}
+    sources = {judgement.source.key: judgement.source for judgement in judgements}
     published_tables = [
         TitledTable(
             f"Published: {source.title}",
             f"Source: {source.source}. {source.note}".strip(),
-            table([j for j in judgements if j.source.key == key]),
+            table([judgement for judgement in judgements if judgement.source.key == key]),
         )
         for key, source in sources.items()
     ]
@@ -83,15 +92,20 @@ def tables(run: Run) -> list[TitledTable]:
 def table(judgements: Sequence[JudgedFigure]) -> Table:
     """Return one row per published figure, conclusive verdicts first."""
     order = list(Reproduction)
-    rows = sorted(judgements, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
+    rows = sorted(
+        judgements,
+        key=lambda judgement: (order.index(judgement.verdict), math.isnan(judgement.ours)),
+    )
     columns: dict[str, Column] = {
-        "figure": lambda f: f.figure.name,
-        "theirs": lambda f: Value(format_number(f.figure.value), f.figure.value),
+        "figure": lambda judgement: judgement.figure.name,
+        "theirs": lambda judgement: Value(
+            format_number(judgement.figure.value), judgement.figure.value
+        ),
         "ours": _our_value,
-        "unit": lambda f: f.figure.unit,
-        "verdict": lambda f: f.verdict.value,
-        "why": lambda f: f.reason,
-        "theirs is of": lambda f: published.their_device(f.figure),
+        "unit": lambda judgement: judgement.figure.unit,
+        "verdict": lambda judgement: judgement.verdict.value,
+        "why": lambda judgement: judgement.reason,
+        "theirs is of": lambda judgement: published.their_device(judgement.figure),
         "ours is of": _our_origin,
     }
     return Table.of(rows, columns)
@@ -124,7 +138,11 @@ def _arm_label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
-    pairs = [j for j in published.judge_run(run) if j.verdict is not Reproduction.NOT_RUN]
+    pairs = [
+        judgement
+        for judgement in published.judge_run(run)
+        if judgement.verdict is not Reproduction.NOT_RUN
+    ]
     result = []
     if pairs:
         height = 1.2 + max(MIN_HEIGHT, LINE_HEIGHT * len(pairs))
@@ -169,11 +187,20 @@ def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
         axes.set_xscale("log")
         # At least a factor of 1.5 on both sides: a deviation of 1 % must look small.
         max_ratio = 1.2 * max(
-            [1.25, *(max(f.ours, f.figure.value) / min(f.ours, f.figure.value) for f in judgements)]
+            [
+                1.25,
+                *(
+                    max(judgement.ours, judgement.figure.value)
+                    / min(judgement.ours, judgement.figure.value)
+                    for judgement in judgements
+                ),
+            ]
         )
         axes.set_xlim(1 / max_ratio, max_ratio)
         set_plain_ticks(axes.xaxis)
-        axes.set_yticks(range(len(judgements)), [_break_name(f.figure.name) for f in judgements])
+        axes.set_yticks(
+            range(len(judgements)), [_break_name(judgement.figure.name) for judgement in judgements]
+        )
         axes.set_ylim(len(judgements) - 0.4, -0.8)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("ours ÷ published")

@@ -52,8 +52,12 @@ def answer(run: Run) -> list[str]:
     rows = headline_rows(run)
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
-    by_name = {str(r["contender"]): r for _, r in rows.iterrows()}
-    absent = [label_of(n) for n in (run.subject.contender, "offline") if n not in by_name]
+    by_name = {str(row["contender"]): row for _, row in rows.iterrows()}
+    absent = [
+        label_of(contender)
+        for contender in (run.subject.contender, "offline")
+        if contender not in by_name
+    ]
     if absent:
         return [f"No answer: {absent[0]} has no result at this size of the cache."]
     served_shares = [
@@ -83,7 +87,7 @@ def _policy(contender: str) -> str:
 
 def _describe_workload(run: Run) -> str:
     """Return the tables, rows and ids of the sweep's base point in words."""
-    record = next(r for r in run.records if r["section"] == SWEEP)
+    record = next(record for record in run.records if record["section"] == SWEEP)
     params = record["params"]
     ids = describe_distribution(params)
     if params["distribution"] == "zipf":
@@ -107,7 +111,9 @@ def _other_steps(run: Run) -> list[str]:
     """Compare the steps of the other contenders with a cache of the same size."""
     rows = select(run.table, cache=run.subject.cache, phase="step", status="ok")
     steps = [
-        f"{r['label']} {text.ratio(r)}" for _, r in rows.iterrows() if r["arm"] != run.subject.key
+        f"{row['label']} {text.ratio(row)}"
+        for _, row in rows.iterrows()
+        if row["arm"] != run.subject.key
     ]
     return [f"Steps of the others: {', '.join(steps)}."] if steps else []
 
@@ -178,7 +184,7 @@ def section_table(run: Run, section: str) -> Table | None:
     rows = select(good_traces(run), section=section)
     names = list(dict.fromkeys(rows["contender"])) if len(rows) else []
     heads = ["point", "cache"]
-    heads += [f"{unit}: {_policy(n)}" for unit in ("lookups", "rows") for n in names]
+    heads += [f"{unit}: {_policy(name)}" for unit in ("lookups", "rows") for name in names]
     lines = []
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
@@ -192,8 +198,11 @@ def section_table(run: Run, section: str) -> Table | None:
 
 def describe_point(run: Run, row: pd.Series) -> str:
     """Return a trace's values of the axes that differ between traces; its skew if none does."""
-    axes = [a for a in AXES if run.traces[a].nunique() > 1] or ["s"]
-    axis_values = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
+    axes = [axis for axis in AXES if run.traces[axis].nunique() > 1] or ["s"]
+    axis_values = {
+        axis: "uniform" if axis == "s" and row[axis] == 0 else f"{axis}={row[axis]:g}"
+        for axis in axes
+    }
     return ", ".join(axis_values.values())
 
 
@@ -207,7 +216,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
         return None
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))
-    heads = ["cache", *[_policy(n) for n in names], f"step ÷ {run.baseline.label}, LRU"]
+    heads = ["cache", *[_policy(name) for name in names], f"step ÷ {run.baseline.label}, LRU"]
     lines = []
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
@@ -246,7 +255,7 @@ def _hit_rate_figures(run: Run) -> list[Figure]:
 
     def axes_of(cell: str) -> tuple[float, ...]:
         first = rows[rows["cell"] == cell].iloc[0]
-        return tuple(float(first[a]) for a in AXES)
+        return tuple(float(first[axis]) for axis in AXES)
 
     base_cell, *other_cells = rows["cell"].unique()
     caption = (
@@ -286,7 +295,7 @@ def _draw_hit_rates(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing
     label = "top-k of the distribution"
     lines.append(Curve(100 * top_rows["fraction"], shares, INK, label, line=":", width=1.2))
     sizes = sorted(100 * rows["fraction"].unique())
-    names = [f"{s:.2g}" for s in sizes]
+    names = [f"{size:.2g}" for size in sizes]
     x_scale = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
     y_scale = percent_scale(f"hits, {UNITS[column]} (%)")
     return curves(lines, x_scale, y_scale, name_position="best" if legend else "")
@@ -339,8 +348,8 @@ def _draw_by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
         x = 100 * group["row_hit_rate"]
         lines.append(contender_curve(str(name), x, group["y"], **bounds, **name_style))
     marks = [
-        Mark(r["y"], colour_of(str(r["contender"])), DASHED, 1.5, f"{r['label']}, no cache")
-        for _, r in rows[rows["row_hit_rate"].isna()].iterrows()
+        Mark(row["y"], colour_of(str(row["contender"])), DASHED, 1.5, f"{row['label']}, no cache")
+        for _, row in rows[rows["row_hit_rate"].isna()].iterrows()
     ]
     y_scale = Scale(label, low=0, headroom=1.3)  # room for the legend
     return curves(
@@ -361,7 +370,7 @@ def _axis_figure(run: Run) -> Figure | None:
     rows = rows[rows["cache_rows"] == headline["cache_rows"].iloc[0]]
     base_point, panels = headline.iloc[0], []
     for axis in AXES:
-        fixed_axes = [a for a in AXES if a != axis]
+        fixed_axes = [axis_name for axis_name in AXES if axis_name != axis]
         axis_rows = rows[(rows[fixed_axes] == base_point[fixed_axes]).all(axis=1)].sort_values(axis)
         if axis_rows[axis].nunique() < 2:
             continue
@@ -389,10 +398,16 @@ def _filling_figure(run: Run) -> Figure | None:
     if headline is None:
         return None
     cell_arms = {
-        (r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEAL_CACHES
+        (row["cell"], row["arm"])
+        for _, row in headline.iterrows()
+        if row["contender"] not in IDEAL_CACHES
     }
-    records = [r for r in run.records if (r["cell"], r["arm"]) in cell_arms and r["status"] == "ok"]
-    records = [r for r in records if "cache_rows" in r]
+    records = [
+        record
+        for record in run.records
+        if (record["cell"], record["arm"]) in cell_arms and record["status"] == "ok"
+    ]
+    records = [record for record in records if "cache_rows" in record]
     panels = []
     for column, unit_name in UNITS.items() if records else ():
         unit, lines = column.removesuffix("_hit_rate"), []

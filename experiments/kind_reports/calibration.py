@@ -63,8 +63,10 @@ NOTES = (
 
 def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
     """Return the constants of each world: {world size: {field of `Calibration`: value}}."""
-    ok_records = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
-    return {int(r["world_size"]): r["calibration"] for r in ok_records}
+    ok_records = [
+        record for record in run.records if record["status"] == "ok" and "calibration" in record
+    ]
+    return {int(record["world_size"]): record["calibration"] for record in ok_records}
 
 
 def write_files(run: Run) -> Mapping[str, str]:
@@ -116,7 +118,10 @@ def tables(run: Run) -> Sequence[TitledTable]:
     by_world = calibrations(run)
     if not by_world:
         return []
-    columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
+    columns: dict[str, Column] = {
+        "what": lambda row: str(row[1]),
+        "constant": lambda row: str(row[0]),
+    }
     for world in sorted(by_world):
         columns[text.count(world, "rank")] = functools.partial(_cost, run, by_world[world], world)
     curve_entries = [
@@ -144,7 +149,14 @@ def _is_measured(run: Run, world: int, name: str) -> bool:
     """Return whether ranks of that world size measured a constant; otherwise it is a default."""
     if name not in EXCHANGE_CONSTANTS:
         return True
-    nodes = next((r["nodes"] for r in run.records if r["world_size"] == world and "nodes" in r), 1)
+    nodes = next(
+        (
+            record["nodes"]
+            for record in run.records
+            if record["world_size"] == world and "nodes" in record
+        ),
+        1,
+    )
     if name == "network_bytes_per_s":
         return bool(nodes > 1)
     return bool(world > nodes if name == "link_bytes_per_s" else world > 1)

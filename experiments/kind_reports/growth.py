@@ -76,18 +76,18 @@ def tables(run: Run) -> Sequence[TitledTable]:
     """Return one table with a row per hash table; [] without any."""
     rows = run.frame("growth")
     columns: dict[str, Column] = {
-        "table": lambda r: str(r["label"]),
-        "keys": lambda r: count_value(r["keys_there"]),
-        "per call": lambda r: time_value(r["median_s"]),
-        "99 %": lambda r: time_value(r["p99_s"]),
-        "longest": lambda r: time_value(r["longest_s"]),
-        "longest ÷ median": lambda r: factor_value(r["longest_s"] / r["median_s"]),
-        "total": lambda r: time_value(r["total_s"]),
-        "million keys/s": lambda r: number_value(r["keys_there"] / r["total_s"] / 1e6),
-        "peak memory": lambda r: bytes_value(r["peak_bytes"]),
-        "final memory": lambda r: bytes_value(r["kept_bytes"]),
-        "peak ÷ final": lambda r: factor_value(r["peak_over_kept"]),
-        "processes": lambda r: count_value(r["processes"]),
+        "table": lambda row: str(row["label"]),
+        "keys": lambda row: count_value(row["keys_there"]),
+        "per call": lambda row: time_value(row["median_s"]),
+        "99 %": lambda row: time_value(row["p99_s"]),
+        "longest": lambda row: time_value(row["longest_s"]),
+        "longest ÷ median": lambda row: factor_value(row["longest_s"] / row["median_s"]),
+        "total": lambda row: time_value(row["total_s"]),
+        "million keys/s": lambda row: number_value(row["keys_there"] / row["total_s"] / 1e6),
+        "peak memory": lambda row: bytes_value(row["peak_bytes"]),
+        "final memory": lambda row: bytes_value(row["kept_bytes"]),
+        "peak ÷ final": lambda row: factor_value(row["peak_over_kept"]),
+        "processes": lambda row: count_value(row["processes"]),
     }
     table = Table.of(rows, columns, num_label_columns=1)
     sections = run.sections()
@@ -97,7 +97,11 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 def figures(run: Run) -> list[Figure]:
     """Return the figure of the time of every call, from the first process of each table."""
-    records = [r for r in run.records if r["status"] == "ok" and not metrics.replicate_of(r)]
+    records = [
+        record
+        for record in run.records
+        if record["status"] == "ok" and not metrics.replicate_of(record)
+    ]
     if not records:
         return []
     lines = []

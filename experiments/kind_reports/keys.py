@@ -135,24 +135,24 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 def _table(run: Run, rows: pd.DataFrame) -> Table:
     """Return a line per row; axes whose values differ between rows have columns."""
-    varied_axes = [a for a in ("D", "E", "B", "s") if rows[a].nunique() > 1]
+    varied_axes = [axis for axis in ("D", "E", "B", "s") if rows[axis].nunique() > 1]
 
     def is_base(row: pd.Series) -> bool:
         return bool(row["contender"] == run.subject.contender and row["phase"] == BASE_OPERATION)
 
     columns: dict[str, Column] = {
-        "table": lambda r: str(r["label"]),
-        **{a: functools.partial(_axis_value, a) for a in varied_axes},
-        "operation": lambda r: str(r["operation"]),
-        "time per call": lambda r: time_value(r["median_s"]),
-        "M keys/s": lambda r: number_value(r["keys_per_s"] / 1e6),
-        "2³⁰ keys/s": lambda r: number_value(r["keys_per_s"] / 2**30),
-        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio_value(
-            r, is_baseline=is_base(r)
+        "table": lambda row: str(row["label"]),
+        **{axis: functools.partial(_axis_value, axis) for axis in varied_axes},
+        "operation": lambda row: str(row["operation"]),
+        "time per call": lambda row: time_value(row["median_s"]),
+        "M keys/s": lambda row: number_value(row["keys_per_s"] / 1e6),
+        "2³⁰ keys/s": lambda row: number_value(row["keys_per_s"] / 2**30),
+        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda row: ratio_value(
+            row, is_baseline=is_base(row)
         ),
-        "keys stored": lambda r: count_value(r["keys_there"]),
-        "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
-        "memory": lambda r: bytes_value(r["bytes"] or None),
+        "keys stored": lambda row: count_value(row["keys_there"]),
+        "hits": lambda row: Value.of(row["hits"], lambda share: f"{100 * share:.0f} %"),
+        "memory": lambda row: bytes_value(row["bytes"] or None),
     }
     return Table.of(rows, columns, num_label_columns=1 + len(varied_axes))
 

@@ -36,7 +36,7 @@ def answer(run: Run) -> list[str]:
     rows = _timed_rows(run)
     if not len(rows):
         return ["No benchmark has a time."]
-    times_s = {str(r["benchmark"]): float(r["median_s"]) for _, r in rows.iterrows()}
+    times_s = {str(row["benchmark"]): float(row["median_s"]) for _, row in rows.iterrows()}
     sentences = []
     for device in dict.fromkeys(rows["device"].dropna()):
         call_s = times_s.get(ONE_ROW_LOOKUP.format(device=device))
@@ -98,17 +98,19 @@ def tables(run: Run) -> Sequence[TitledTable]:
     """Return one table with a row per benchmark; [] without any."""
     rows = _timed_rows(run)
     columns: dict[str, Column] = {
-        "benchmark": lambda r: str(r["benchmark"]),
-        "median": lambda r: time_value(r["median_s"]),
-        "95 %": lambda r: Value.of(
-            r["lo_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(r['hi_s'])}"
+        "benchmark": lambda row: str(row["benchmark"]),
+        "median": lambda row: time_value(row["median_s"]),
+        "95 %": lambda row: Value.of(
+            row["lo_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(row['hi_s'])}"
         ),
-        "quartiles": lambda r: Value.of(
-            r["q25_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(r['q75_s'])}"
+        "quartiles": lambda row: Value.of(
+            row["q25_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(row['q75_s'])}"
         ),
-        "per lookup": lambda r: time_value(r["median_s"] / r["lookups"] if r["lookups"] else None),
-        "lookups": lambda r: count_value(r["lookups"] or None),
-        "samples": lambda r: Value(f"{r['samples']} in {r['processes']}", r["samples"]),
+        "per lookup": lambda row: time_value(
+            row["median_s"] / row["lookups"] if row["lookups"] else None
+        ),
+        "lookups": lambda row: count_value(row["lookups"] or None),
+        "samples": lambda row: Value(f"{row['samples']} in {row['processes']}", row["samples"]),
     }
     table = Table.of(rows, columns)
     return [TitledTable("Benchmarks", "Time per call.", table)] if table.rows else []

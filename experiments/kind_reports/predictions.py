@@ -68,26 +68,26 @@ def tables(run: Run) -> Sequence[TitledTable]:
     if not len(rows):
         return []
     columns: dict[str, Column] = {
-        "rank": lambda r: count_value(r["rank"]),
-        "ids": lambda r: f"{_describe_ids(r['skew'])}, {r['order']}",
-        "lookups": lambda r: count_value(r["lookups"]),
-        "distinct": lambda r: count_value(r["rows"]),
-        "measured": lambda r: time_value(r["measured_s"]),
-        "predicted": lambda r: time_value(r["predicted_s"]),
-        "÷ measured": lambda r: _two_decimals(r["ratio"]),
+        "rank": lambda row: count_value(row["rank"]),
+        "ids": lambda row: f"{_describe_ids(row['skew'])}, {row['order']}",
+        "lookups": lambda row: count_value(row["lookups"]),
+        "distinct": lambda row: count_value(row["rows"]),
+        "measured": lambda row: time_value(row["measured_s"]),
+        "predicted": lambda row: time_value(row["predicted_s"]),
+        "÷ measured": lambda row: _two_decimals(row["ratio"]),
     }
     uncached_rows, cached_rows = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
     uncached_columns: dict[str, Column] = {
-        "by rows and products": lambda r: _two_decimals(r["two_terms_s"] / r["measured_s"])
+        "by rows and products": lambda row: _two_decimals(row["two_terms_s"] / row["measured_s"])
     }
     table = Table.of(uncached_rows, columns | uncached_columns)
     titled_tables = [TitledTable("Steps without a cache", "", table)]
     if len(cached_rows):
         cached_columns: dict[str, Column] = {
-            "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
-            "lookups that hit": lambda r: _two_decimals(r["hit_rate"]),
-            "distinct ids that hit": lambda r: _two_decimals(r["row_hit_rate"]),
-            "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
+            "stored": lambda row: Value(f"{100 * row['cached']:g} %", row["cached"]),
+            "lookups that hit": lambda row: _two_decimals(row["hit_rate"]),
+            "distinct ids that hit": lambda row: _two_decimals(row["row_hit_rate"]),
+            "by hits": lambda row: _two_decimals(row["by_hits_s"] / row["measured_s"]),
         }
         table = Table.of(cached_rows, columns | cached_columns)
         titled_tables.append(TitledTable("Steps with cached rows", "", table))
@@ -95,7 +95,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 
 def _two_decimals(value: float) -> Value:
-    return Value.of(value, lambda v: f"{v:.2f}")
+    return Value.of(value, lambda value: f"{value:.2f}")
 
 
 def _constants_table(run: Run) -> TitledTable:
@@ -104,14 +104,18 @@ def _constants_table(run: Run) -> TitledTable:
     for record in run.records:
         if record["status"] == "ok" and "constants" in record:
             rank = record["rank"]
-            constant_rows += [(rank, name, s) for name, s in record["constants"].items()]
+            constant_rows += [
+                (rank, name, seconds) for name, seconds in record["constants"].items()
+            ]
             for share, constants in record["cache_constants"].items():
                 prefix = f"cache of {100 * float(share):g} %"
-                constant_rows += [(rank, f"{prefix}: {name}", s) for name, s in constants.items()]
+                constant_rows += [
+                    (rank, f"{prefix}: {name}", seconds) for name, seconds in constants.items()
+                ]
     columns: dict[str, Column] = {
-        "rank": lambda r: count_value(r[0]),
-        "constant": lambda r: str(r[1]).replace("_", " "),
-        "time": lambda r: time_value(r[2]),
+        "rank": lambda row: count_value(row[0]),
+        "constant": lambda row: str(row[1]).replace("_", " "),
+        "time": lambda row: time_value(row[2]),
     }
     return TitledTable("Constants of the model", "", Table.of(constant_rows, columns))
 
@@ -137,7 +141,9 @@ def figures(run: Run) -> list[Figure]:
             )
         )
     x_scale = Scale("measured ms per step", log=10)
-    y_scale = Scale("predicted ÷ measured", reach=(0.6, 1.4), format_tick=lambda v: f"{v:g}×")
+    y_scale = Scale(
+        "predicted ÷ measured", reach=(0.6, 1.4), format_tick=lambda value: f"{value:g}×"
+    )
     drawing = curves(
         step_curves, x_scale, y_scale, name_position="outside", marks=[Mark(1.0, INK, DASHED)]
     )

@@ -60,7 +60,9 @@ def answer(run: Run) -> list[str]:
     share = _headline_share(run, subject_rows)
     rows_at_share = rows[rows["share"] == share]
     subject_rows = subject_rows[subject_rows["share"] == share]
-    changes = [f"{_signed(r['auc_change'])} on {r['data']}" for _, r in subject_rows.iterrows()]
+    changes = [
+        f"{_signed(row['auc_change'])} on {row['data']}" for _, row in subject_rows.iterrows()
+    ]
     ratios = subject_rows["ratio"]
     ratio_range = " to ".join(dict.fromkeys(map(text.times, (ratios.min(), ratios.max()))))
     method = QUALITY_METHODS[run.subject.contender]
@@ -102,15 +104,15 @@ def _headline_share(run: Run, rows: pd.DataFrame) -> float:
     """Return the measured share of bytes nearest to report.subject_cache; 1 for plain only."""
     headline_share = float(run.config.report.subject_cache)
     shares = rows.loc[rows["contender"] != PLAIN, "share"].unique()
-    return float(min(shares, key=lambda s: abs(math.log(s / headline_share)), default=1.0))
+    return float(min(shares, key=lambda share: abs(math.log(share / headline_share)), default=1.0))
 
 
 def _best_sentence(rows_at_share: pd.DataFrame) -> str:
     """Name the method with the highest AUC on each data set, of those with a result."""
     best = rows_at_share.loc[rows_at_share.groupby("data", sort=False)["auc"].idxmax()]
     names = [
-        f"on {r['data']} {QUALITY_METHODS[str(r['contender'])]}, {_change(r)}"
-        for _, r in best.iterrows()
+        f"on {row['data']} {QUALITY_METHODS[str(row['contender'])]}, {_change(row)}"
+        for _, row in best.iterrows()
     ]
     num_methods = text.count(rows_at_share["contender"].nunique(), "method")
     return f"Best of {num_methods}: {'; '.join(names)}."
@@ -170,22 +172,22 @@ def _order_sentence(rows: pd.DataFrame) -> list[str]:
 def _results_table(rows: pd.DataFrame) -> Table:
     """Return a row per method and share."""
     columns: dict[str, Column] = {
-        "tables": lambda r: QUALITY_METHODS.get(str(r["contender"]), str(r["contender"])),
-        "share": lambda r: Value(_format_share(r["share"]), r["share"]),
-        "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
-        "change of AUC": lambda r: _change_value(r, "auc_change"),
-        "change of log loss": lambda r: _change_value(r, "log_loss_change"),
+        "tables": lambda row: QUALITY_METHODS.get(str(row["contender"]), str(row["contender"])),
+        "share": lambda row: Value(_format_share(row["share"]), row["share"]),
+        "AUC": lambda row: Value.of(row["auc"], lambda value: f"{value:.4f}"),
+        "change of AUC": lambda row: _change_value(row, "auc_change"),
+        "change of log loss": lambda row: _change_value(row, "log_loss_change"),
     }
     if not rows["oracle_auc"].isna().all():
-        columns["above best log loss"] = lambda r: Value.of(
-            r["excess_log_loss"], lambda v: f"{v:.4f}"
+        columns["above best log loss"] = lambda row: Value.of(
+            row["excess_log_loss"], lambda value: f"{value:.4f}"
         )
     columns |= {
-        "bytes": lambda r: bytes_value(r["bytes"]),
-        "smaller": lambda r: factor_value(r["times_smaller"]),
-        "served": lambda r: bytes_value(r["served_bytes"]),
-        "step ÷ plain": lambda r: ratio_value(r, is_baseline=r["contender"] == PLAIN),
-        "rates chosen": lambda r: str(r["rates"]),
+        "bytes": lambda row: bytes_value(row["bytes"]),
+        "smaller": lambda row: factor_value(row["times_smaller"]),
+        "served": lambda row: bytes_value(row["served_bytes"]),
+        "step ÷ plain": lambda row: ratio_value(row, is_baseline=row["contender"] == PLAIN),
+        "rates chosen": lambda row: str(row["rates"]),
     }
     return Table.of(rows, columns, num_label_columns=2)
 
@@ -196,7 +198,7 @@ def _change_value(row: pd.Series, name: str) -> Value:
         return Value("0", 0.0)
     low, high = row[f"{name}_lo"], row[f"{name}_hi"]
     interval = "" if text.is_missing(low) else f" [{_signed(low)}, {_signed(high)}]"
-    return Value.of(row[name], lambda v: _signed(v) + interval)
+    return Value.of(row[name], lambda value: _signed(value) + interval)
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
@@ -211,10 +213,10 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     rows_at_share = rows[rows["share"] == share]
     names = list(dict.fromkeys(rows["data"]))
     plain = rows[rows["contender"] == PLAIN].set_index("data")
-    lines = [["plain, AUC", *(f"{plain.loc[n, 'auc']:.4f}" for n in names), "1"]]
+    lines = [["plain, AUC", *(f"{plain.loc[name, 'auc']:.4f}" for name in names), "1"]]
     for method, group in rows_at_share.groupby("contender", sort=False):
         by_data = group.set_index("data")
-        method_rows = [by_data.loc[n] if n in by_data.index else None for n in names]
+        method_rows = [by_data.loc[name] if name in by_data.index else None for name in names]
         changes = [text.DASH if row is None else _change(row) for row in method_rows]
         steps = [text.DASH if row is None else text.times(row["ratio"]) for row in method_rows]
         lines.append([QUALITY_METHODS[str(method)], *changes, " · ".join(steps)])
@@ -245,17 +247,17 @@ def excess_sentence(rows_at_share: pd.DataFrame) -> str:
 
 def tables(run: Run) -> Sequence[TitledTable]:
     """Return the table of data sets, then a table of results per data set."""
-    records = {r["data"]: r for r in run.records if "samples_of" in r}
+    records = {record["data"]: record for record in run.records if "samples_of" in record}
     columns: dict[str, Column] = {
-        "data": lambda r: str(r["data"]),
-        "what": lambda r: str(r["title"]),
-        "samples": lambda r: f"{sum(r['samples_of'].values()):,}",
-        "of these test": lambda r: f"{r['samples_of']['test']:,}",
-        "positive": lambda r: text.percent(r["positive"]),
-        "fields": lambda r: str(r["features"]),
-        "large tables": lambda r: str(r["large_tables"]),
-        "their bytes": lambda r: bytes_value(r["large_bytes"]),
-        "best AUC": lambda r: Value.of(r["oracle_auc"], lambda v: f"{v:.4f}"),
+        "data": lambda record: str(record["data"]),
+        "what": lambda record: str(record["title"]),
+        "samples": lambda record: f"{sum(record['samples_of'].values()):,}",
+        "of these test": lambda record: f"{record['samples_of']['test']:,}",
+        "positive": lambda record: text.percent(record["positive"]),
+        "fields": lambda record: str(record["features"]),
+        "large tables": lambda record: str(record["large_tables"]),
+        "their bytes": lambda record: bytes_value(record["large_bytes"]),
+        "best AUC": lambda record: Value.of(record["oracle_auc"], lambda value: f"{value:.4f}"),
     }
     if not records:
         return []
@@ -275,8 +277,10 @@ def figures(run: Run) -> list[Figure]:
     rows = good_results(run)
     if not len(rows):
         return []
-    size_scale = Scale("times smaller (large tables)", log=2, format_tick=lambda v: f"{v:g}×")
-    time_scale = Scale("time of a step ÷ plain", format_tick=lambda v: f"{v:g}×")
+    size_scale = Scale(
+        "times smaller (large tables)", log=2, format_tick=lambda value: f"{value:g}×"
+    )
+    time_scale = Scale("time of a step ÷ plain", format_tick=lambda value: f"{value:g}×")
     share = _headline_share(run, rows)
     rows_at_share = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
     mark_note = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."

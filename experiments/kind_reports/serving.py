@@ -97,7 +97,10 @@ def _memory_sentence(run: Run) -> list[str]:
         if len(rows):
             first = rows.iloc[0]
             times = text.listed(
-                [f"{text.seconds(r['median_s'])} from {r['pages']}" for _, r in rows.iterrows()]
+                [
+                    f"{text.seconds(row['median_s'])} from {row['pages']}"
+                    for _, row in rows.iterrows()
+                ]
             )
             parts.append(
                 f"{first['label']}: {text.size(first['bytes'])}, first answer after {times}"
@@ -118,12 +121,12 @@ def tables(run: Run) -> Sequence[TitledTable]:
     starts = run.frame("cold_starts")
     if len(starts):
         columns: dict[str, Column] = {
-            "tables": lambda r: str(r["label"]),
-            "memory": lambda r: bytes_value(r["bytes"]),
-            "file": lambda r: bytes_value(r["file_bytes"]),
-            "first answer from": lambda r: str(r["pages"]),
-            "after": lambda r: time_value(r["median_s"]),
-            "starts": lambda r: count_value(r["samples"]),
+            "tables": lambda row: str(row["label"]),
+            "memory": lambda row: bytes_value(row["bytes"]),
+            "file": lambda row: bytes_value(row["file_bytes"]),
+            "first answer from": lambda row: str(row["pages"]),
+            "after": lambda row: time_value(row["median_s"]),
+            "starts": lambda row: count_value(row["samples"]),
         }
         table = Table.of(starts, columns)
         titled_tables.append(TitledTable("Memory and cold start", "", table))
@@ -148,19 +151,19 @@ def _lines(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
 def _latency_table(run: Run, lines: Sequence[Mapping[str, Any]], loads: Sequence[float]) -> Table:
     """Return the table of `_lines`, with a column of the p99 at each load."""
     columns: dict[str, Column] = {
-        "tables": lambda r: str(r["label"]),
-        "clients": lambda r: count_value(r["clients"]),
-        "requests/s": lambda r: count_value(r["requests_per_s"]),
-        "thousand samples/s": lambda r: number_value(r["bags_per_s"] / 1e3),
-        f"time ÷ {run.baseline.label}": lambda r: ratio_value(
-            r, is_baseline=r["arm"] == run.baseline.key
+        "tables": lambda row: str(row["label"]),
+        "clients": lambda row: count_value(row["clients"]),
+        "requests/s": lambda row: count_value(row["requests_per_s"]),
+        "thousand samples/s": lambda row: number_value(row["bags_per_s"] / 1e3),
+        f"time ÷ {run.baseline.label}": lambda row: ratio_value(
+            row, is_baseline=row["arm"] == run.baseline.key
         ),
-        "p50, saturated": lambda r: time_value(r["p50_s"]),
-        "p99, saturated": lambda r: time_value(r["p99_s"]),
+        "p50, saturated": lambda row: time_value(row["p50_s"]),
+        "p99, saturated": lambda row: time_value(row["p99_s"]),
     }
     for load in loads:
         columns[f"p99 at {text.percent(load, 2)}"] = _p99_column(load)
-    columns["requests"] = lambda r: count_value(r["requests"])
+    columns["requests"] = lambda row: count_value(row["requests"])
     return Table.of(lines, columns, num_label_columns=1)
 
 

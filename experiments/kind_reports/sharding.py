@@ -93,7 +93,7 @@ def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
         headline_rows = select(compared_rows, section=compared_rows["section"].iloc[0])
     headline_rows = select(headline_rows, world_size=headline_rows["world_size"].max())
     headline_rows = select(headline_rows, cell=headline_rows["cell"].iloc[0])
-    step_s = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
+    step_s = {(row["cell"], row["arm"]): row["median_s"] for _, row in rows.iterrows()}
     ratios = [
         f"{row['type']} {text.ratio(row)} "
         f"({text.seconds(row['median_s'])} against "
@@ -191,7 +191,7 @@ def _fastest_sentence(rows: pd.DataFrame) -> str:
 
 
 def _cell_title(run: Run, cell: str) -> str:
-    return next(str(r["title"]) for r in run.records if r["cell"] == cell)
+    return next(str(record["title"]) for record in run.records if record["cell"] == cell)
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
@@ -217,7 +217,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 def _describe_sizes(run: Run, cell: str) -> str:
     """Describe a cell's workload in one line, per rank; a case on one rank as other kinds do."""
-    record = next(r for r in run.records if r["cell"] == cell)
+    record = next(record for record in run.records if record["cell"] == cell)
     if record["section"] != SWEEP and record["world_size"] == 1:
         return run.sizes(record["section"])
     params = record["params"]
@@ -242,23 +242,25 @@ def _step_table(cell_rows: pd.DataFrame, steps: pd.DataFrame) -> Table:
         step = dict(arm_steps.iloc[0]) if len(arm_steps) else {}
         name = f"{group['label'].iloc[0]}{f', {mode}' * has_modes}"
         status = "ok" if step else str(group["status"].iloc[0])
-        time_by_phase = {r["phase"]: r["median_s"] for _, r in group.iterrows()}
+        time_by_phase = {row["phase"]: row["median_s"] for _, row in group.iterrows()}
         rows.append({**step, "name": name, "status": status, "times": time_by_phase})
     columns: dict[str, Column] = {
-        "contender": lambda r: r["name"],
-        "forward": lambda r: time_value(r["times"].get("forward")),
-        "step": lambda r: time_value(r["median_s"]),
+        "contender": lambda row: row["name"],
+        "forward": lambda row: time_value(row["times"].get("forward")),
+        "step": lambda row: time_value(row["median_s"]),
     }
     if len(steps) and steps["ratio"].notna().any():
         columns["step ÷ emblib's [95\u00a0%]"] = ratio_value
-    columns["efficiency"] = lambda r: Value.of(r["efficiency"], lambda v: f"{100 * v:.0f} %")
+    columns["efficiency"] = lambda row: Value.of(
+        row["efficiency"], lambda value: f"{100 * value:.0f} %"
+    )
     if parts:
-        columns["compute"] = lambda r: time_value(r["compute_s"])
-        columns["communication"] = lambda r: time_value(r["communication_s"])
+        columns["compute"] = lambda row: time_value(row["compute_s"])
+        columns["communication"] = lambda row: time_value(row["communication_s"])
     for part in parts:
         columns[sharding.PARTS[part]] = functools.partial(_part_value, part)
-    columns["tables"] = lambda r: bytes_value(r["weights_bytes"] or None)
-    columns["processes"] = lambda r: count_value(r["processes"])
+    columns["tables"] = lambda row: bytes_value(row["weights_bytes"] or None)
+    columns["processes"] = lambda row: count_value(row["processes"])
     return Table.of(rows, columns, num_label_columns=1)
 
 
@@ -273,13 +275,15 @@ def _prediction_table(rows: pd.DataFrame) -> Table:
     return Table.of(
         rows,
         {
-            "contender": lambda r: str(r["label"]),
-            "batch per rank": lambda r: count_value(r["batch"]),
-            "ranks": lambda r: count_value(r["world_size"]),
-            "scaling": lambda r: str(r["scaling"]),
-            "predicted step": lambda r: time_value(r["predicted_s"]),
-            "measured step": lambda r: "not measured" if r["beyond"] else time_value(r["median_s"]),
-            "predicted ÷ measured": lambda r: factor_value(r["predicted_s"] / r["median_s"]),
+            "contender": lambda row: str(row["label"]),
+            "batch per rank": lambda row: count_value(row["batch"]),
+            "ranks": lambda row: count_value(row["world_size"]),
+            "scaling": lambda row: str(row["scaling"]),
+            "predicted step": lambda row: time_value(row["predicted_s"]),
+            "measured step": lambda row: (
+                "not measured" if row["beyond"] else time_value(row["median_s"])
+            ),
+            "predicted ÷ measured": lambda row: factor_value(row["predicted_s"] / row["median_s"]),
         },
     )
 
@@ -329,7 +333,7 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
     compared_rows = sharding.torchrec_rows(rows).sort_values(
         ["section", "world_size"], kind="stable"
     )
-    titles = {str(r["cell"]): str(r["title"]) for r in run.records}
+    titles = {str(record["cell"]): str(record["title"]) for record in run.records}
     lines = [
         Row(
             f"{titles[str(row['cell'])]}: {row['type']}",

@@ -73,7 +73,7 @@ def answer(run: Run) -> list[str]:
     """State repetition, concentration and the best hit rate; then the fit, then other lookups."""
     record = answer_record(run)
     if record is None and _has_trace_file(run):
-        failure = next((r for r in run.failures() if r["section"] == SWEEP), None)
+        failure = next((record for record in run.failures() if record["section"] == SWEEP), None)
         reason = failure["reason"] if failure else "the run ended before"
         return [f"No answer: the trace {run.config.workload.file} was not analysed ({reason})."]
     if record is None:
@@ -128,7 +128,9 @@ def _hit_rate_at(record: TraceRecord, policy: str, size: float) -> float:
     """Return the hit rate per lookup at the cache size nearest to `size`, a share of the rows."""
     points = record["analysis"]["hit_rates"][policy]
     wanted_rows = size * record["analysis"]["hit_rates"]["distinct"]
-    nearest_point = min(points, key=lambda p: abs(math.log(p["cache_rows"] / max(wanted_rows, 1))))
+    nearest_point = min(
+        points, key=lambda point: abs(math.log(point["cache_rows"] / max(wanted_rows, 1)))
+    )
     return float(nearest_point["lookups"])
 
 
@@ -153,18 +155,21 @@ def busiest_table(record: TraceRecord) -> TableNumbers:
 def _comparison_sentence(run: Run, record: TraceRecord) -> list[str]:
     """State the best hit rates of the other lookups at the same size of the cache; [] without."""
     size = answer_cache_size(run)
-    other_records = [r for r in trace.good_records(run.records) if r["cell"] != record["cell"]]
+    other_records = [
+        other for other in trace.good_records(run.records) if other["cell"] != record["cell"]
+    ]
     if not other_records:
         return []
     optima = [
-        f"{text.percent(_hit_rate_at(r, 'offline', size))} of {name_of(r)}" for r in other_records
+        f"{text.percent(_hit_rate_at(other, 'offline', size))} of {name_of(other)}"
+        for other in other_records
     ]
     return [f"For comparison, at best it would serve {', '.join(optima)}."]
 
 
 def section_table(run: Run, section: str) -> Table:
     """Return one row per table of the section's records."""
-    records = [r for r in trace.good_records(run.records) if r["section"] == section]
+    records = [record for record in trace.good_records(run.records) if record["section"] == section]
     rows = [
         {
             **table,
@@ -175,18 +180,22 @@ def section_table(run: Run, section: str) -> Table:
     ]
     columns: dict[str, Column] = {
         "table": "label",
-        "lookups": lambda t: count_value(t["lookups"]),
+        "lookups": lambda table: count_value(table["lookups"]),
         "distinct rows": _distinct_value,
-        "distinct in a batch": lambda t: percent_value(t["batch_distinct_share"]),
-        "once": lambda t: percent_value(t["once"]),
-        "rows with 50 %": lambda t: percent_value(t["rows_of"]["0.5"] / max(1, t["distinct"])),
-        "rows with 90 %": lambda t: percent_value(t["rows_of"]["0.9"] / max(1, t["distinct"])),
-        "ids per bag": lambda t: number_value(t["bag_mean"]),
-        "s": lambda t: Value.of(_fit_parameter(t, "s"), lambda s: f"{s:.2f}"),
-        "q": lambda t: number_value(_fit_parameter(t, "q")),
-        "misfit": lambda t: percent_value(_fit_parameter(t, "misfit")),
-        "LRU 10 %": lambda t: percent_value(t["lru"]),
-        "best 10 %": lambda t: percent_value(t["offline"]),
+        "distinct in a batch": lambda table: percent_value(table["batch_distinct_share"]),
+        "once": lambda table: percent_value(table["once"]),
+        "rows with 50 %": lambda table: percent_value(
+            table["rows_of"]["0.5"] / max(1, table["distinct"])
+        ),
+        "rows with 90 %": lambda table: percent_value(
+            table["rows_of"]["0.9"] / max(1, table["distinct"])
+        ),
+        "ids per bag": lambda table: number_value(table["bag_mean"]),
+        "s": lambda table: Value.of(_fit_parameter(table, "s"), lambda s: f"{s:.2f}"),
+        "q": lambda table: number_value(_fit_parameter(table, "q")),
+        "misfit": lambda table: percent_value(_fit_parameter(table, "misfit")),
+        "LRU 10 %": lambda table: percent_value(table["lru"]),
+        "best 10 %": lambda table: percent_value(table["offline"]),
     }
     return Table.of(rows, columns)
 
@@ -226,15 +235,15 @@ def figures(run: Run) -> list[Figure]:
     if not records:
         return []
     sizes = {
-        f"{text.count(r['features'], 'table')}, B={r['params']['B']:,}, "
-        f"{text.count(len(r['samples']['lookups']), 'batch', 'batches')}, "
-        f"{sum(r['samples']['lookups']):,} lookups"
-        for r in records
+        f"{text.count(record['features'], 'table')}, B={record['params']['B']:,}, "
+        f"{text.count(len(record['samples']['lookups']), 'batch', 'batches')}, "
+        f"{sum(record['samples']['lookups']):,} lookups"
+        for record in records
     }
     common_sizes = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
     draw_functions = [_draw_caches, _draw_popularity, _draw_repetition, _draw_reuse]
     draw_functions.append(_draw_working_set)
-    if any(r["features"] > 1 for r in records):
+    if any(record["features"] > 1 for record in records):
         draw_functions.append(_draw_tables)
     return [dataclasses.replace(draw(records), sizes=common_sizes) for draw in draw_functions]
 
@@ -243,7 +252,7 @@ def _with_styles(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, 
     """Yield each record with its colour and label; equal names are told apart by sizes."""
     for i, record in enumerate(records):
         label = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
-        if sum(name_of(r) == name_of(record) for r in records) > 1:
+        if sum(name_of(other) == name_of(record) for other in records) > 1:
             label += f" E={record['params']['E']:,} B={record['params']['B']:,}"
         yield record, COLOURS[COLOUR_ORDER[i % len(COLOUR_ORDER)]], label
 
@@ -257,8 +266,8 @@ def _draw_caches(records: Sequence[TraceRecord]) -> Figure:
             rates = record["analysis"]["hit_rates"]
             curve_of_policy = {
                 policy: Curve(
-                    [100 * p["cache_rows"] / rates["distinct"] for p in rates[policy]],
-                    [100 * p[unit] for p in rates[policy]],
+                    [100 * point["cache_rows"] / rates["distinct"] for point in rates[policy]],
+                    [100 * point[unit] for point in rates[policy]],
                     colour,
                 )
                 for policy in ("lru", "offline", "static_top")
@@ -307,10 +316,12 @@ def _draw_popularity(records: Sequence[TraceRecord]) -> Figure:
                 Curve(fitted_ranks, fitted_shares[fitted_ranks - 1], colour, line=DASHED, width=1.2)
             )
         tables = record["tables"]
-        distinct = sum(t["distinct"] for t in tables)
-        shares = {float(k): sum(t["rows_of"][k] for t in tables) for k in tables[0]["rows_of"]}
+        distinct = sum(table["distinct"] for table in tables)
+        shares = {
+            float(k): sum(table["rows_of"][k] for table in tables) for k in tables[0]["rows_of"]
+        }
         x = [100 * rows / distinct for rows in shares.values()]
-        cumulative_curves.append(Curve(x, [100 * s for s in shares], colour, label, "o"))
+        cumulative_curves.append(Curve(x, [100 * share for share in shares], colour, label, "o"))
     rank_scale = Scale("rank of the row", log=10)
     share_scale = Scale("share of the lookups", log=10)
     row_scale = Scale("rows, most popular first (% of the distinct rows)", log=10)
@@ -338,21 +349,21 @@ def _draw_popularity(records: Sequence[TraceRecord]) -> Figure:
 
 def _draw_repetition(records: Sequence[TraceRecord]) -> Figure:
     """Draw rows and their lookups by the number of lookups per row."""
-    shows_published = any(_is_like_published(r) for r in records)
-    names = [*(_format_binary(e) for e in production.EDGES[1:]), "more"]
+    shows_published = any(_is_like_published(record) for record in records)
+    names = [*(_format_binary(edge) for edge in production.EDGES[1:]), "more"]
 
     def panel(unit: str, published: Sequence[float]) -> Panel:
         positions = range(len(names))
         lines = [
             Curve(
                 positions,
-                100 * np.array(r["analysis"]["spectrum"][unit]),
+                100 * np.array(record["analysis"]["spectrum"][unit]),
                 colour,
                 label,
                 "o",
                 size=3,
             )
-            for r, colour, label in _with_styles(records)
+            for record, colour, label in _with_styles(records)
         ]
         if shows_published:
             published_shares = 100 * np.array(published)
@@ -416,9 +427,9 @@ def _draw_reuse(records: Sequence[TraceRecord]) -> Figure:
 def _draw_working_set(records: Sequence[TraceRecord]) -> Figure:
     """Draw the distinct rows over the lookups, and the new rows of each batch."""
     growth_curves, new_row_curves = [], []
-    max_rows, min_lookups = 1, min(r["samples"]["lookups"][0] for r in records)
+    max_rows, min_lookups = 1, min(record["samples"]["lookups"][0] for record in records)
     for record, colour, label in _with_styles(records):
-        x, y = (np.cumsum(record["samples"][k]) for k in ("lookups", "new"))
+        x, y = (np.cumsum(record["samples"][name]) for name in ("lookups", "new"))
         max_rows = max(max_rows, int(y[-1]))
         growth_curves.append(Curve(x, y, colour, label, "o", size=3))
         shares = 100 * np.array(record["samples"]["new"]) / np.array(record["samples"]["rows"])
@@ -467,7 +478,7 @@ def _draw_tables(records: Sequence[TraceRecord]) -> Figure:
     def panel(title: str, value_of: Callable[[TableNumbers], float | None], label: str) -> Panel:
         lines = []
         for record, colour, name in _with_styles(records):
-            values = [(t["distinct"], value_of(t)) for t in record["tables"]]
+            values = [(table["distinct"], value_of(table)) for table in record["tables"]]
             points = [(x, y) for x, y in values if y is not None]
             xs, ys = [x for x, _ in points], [y for _, y in points]
             lines.append(Curve(xs, ys, colour, name, "o", line="", size=5, opacity=0.7))
@@ -481,7 +492,7 @@ def _draw_tables(records: Sequence[TraceRecord]) -> Figure:
         "Right: the hit rate of the best possible cache of a tenth of its distinct rows.",
         "",
         [
-            panel("Skew", lambda t: (t["fit"] or {}).get("s"), "zipf s"),
-            panel("Best cache of 10 %", lambda t: 100 * t["offline"], "hits (%)"),
+            panel("Skew", lambda table: (table["fit"] or {}).get("s"), "zipf s"),
+            panel("Best cache of 10 %", lambda table: 100 * table["offline"], "hits (%)"),
         ],
     )

@@ -223,8 +223,12 @@ class Kind:
             UsageError: a rule of the sweep cannot be read, zipped axes differ in length, or a file
                 is missing.
         """
-        cases = [c for cell in self.case_cells(config) for c in self.variants(cell, config)]
-        swept = [c for cell in self.swept_cells(config) for c in self.variants(cell, config)]
+        cases = [
+            variant for cell in self.case_cells(config) for variant in self.variants(cell, config)
+        ]
+        swept = [
+            variant for cell in self.swept_cells(config) for variant in self.variants(cell, config)
+        ]
         return cases, swept
 
     def case_cells(self, config: Config) -> list[Cell]:
@@ -277,7 +281,9 @@ class Kind:
 
         The default shows the median of the phase "step"; a kind without it must override this.
         """
-        return outcomes_line("step", records, lambda r: f"{1e3 * median_of(r, 'step'):.3g} ms")
+        return outcomes_line(
+            "step", records, lambda record: f"{1e3 * median_of(record, 'step'):.3g} ms"
+        )
 
     # Reporting
 
@@ -360,10 +366,10 @@ def outcomes_line(
 ) -> str:
     """Return a line with the formatted number of each record, or the status if it is not "ok"."""
     outcomes = [
-        f"{r['label']} {format_number(r)}"
-        if r["status"] == "ok"
-        else f"{r['label']}: {r['status']}"
-        for r in records
+        f"{record['label']} {format_number(record)}"
+        if record["status"] == "ok"
+        else f"{record['label']}: {record['status']}"
+        for record in records
     ]
     return f"{quantity}: {' · '.join(outcomes)}"
 

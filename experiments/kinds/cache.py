@@ -51,13 +51,15 @@ class Cache(base.Kind):
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the hit rates at the middle size."""
-        sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
+        sizes = sorted({record["cache_rows"] for record in records if "cache_rows" in record})
         middle_size = sizes[(len(sizes) - 1) // 2] if sizes else None
-        shown_records = [r for r in records if r.get("cache_rows", middle_size) == middle_size]
+        shown_records = [
+            record for record in records if record.get("cache_rows", middle_size) == middle_size
+        ]
         return base.outcomes_line(
             "% of lookups served",
             shown_records,
-            lambda r: f"{100 * counted_hit_rates(r).lookups:.0f}",
+            lambda record: f"{100 * counted_hit_rates(record).lookups:.0f}",
         )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -94,8 +96,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     `fraction` is `cache_rows` ÷ all rows. `cache` is the fraction that the experiment asked for,
     before rounding to sets. A number that is unknown is nan.
     """
-    traced = [r for r in records if r.get("kind") == Cache.name]
-    return pd.DataFrame([_row(r) for r in traced])
+    traced = [record for record in records if record.get("kind") == Cache.name]
+    return pd.DataFrame([_row(record) for record in traced])
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def _row(record: Record) -> dict[str, Any]:
     size = record.get("cache_rows", math.nan)  # absent from the record of a process that died
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")
     return {
-        **{k: record[k] for k in names},
+        **{name: record[name] for name in names},
         **record["params"],
         "rows": record["rows"],
         "cache_rows": size,

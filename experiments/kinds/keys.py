@@ -117,9 +117,9 @@ def with_base_samples(records: Sequence[Record], phase: str) -> list[Record]:
     Records without samples of BASE_OPERATION are skipped.
     """
     return [
-        r | {"samples": {phase: r["samples"].get(BASE_OPERATION, [])}}
-        for r in records
-        if r["samples"].get(BASE_OPERATION)
+        record | {"samples": {phase: record["samples"].get(BASE_OPERATION, [])}}
+        for record in records
+        if record["samples"].get(BASE_OPERATION)
     ]
 
 
@@ -133,7 +133,9 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
     of the longest call and of the sum of all. Bytes: `peak_bytes` while it grows, `kept_bytes` at
     the end, and their ratio `peak_over_kept`; nan where the system does not measure memory.
     """
-    groups = metrics.group_records(records, Growth.name, lambda r: (r["cell"], r["arm"]))
+    groups = metrics.group_records(
+        records, Growth.name, lambda record: (record["cell"], record["arm"])
+    )
     return pd.DataFrame([_growth_row(group) for group in groups.values()])
 
 
@@ -141,8 +143,8 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     """Return a row of `growth_frame` from the records of a table, one per process."""
     ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
-    by_process = [metrics.seconds(r, GROWTH_PHASE) for r in ok_records]
-    call_seconds = [s for seconds in by_process for s in seconds]
+    by_process = [metrics.seconds(record, GROWTH_PHASE) for record in ok_records]
+    call_seconds = [call_s for seconds in by_process for call_s in seconds]
     call_time, call_tails = statistics.summarise(call_seconds), statistics.tail_of(call_seconds)
     longest_call = statistics.summarise([max(seconds) for seconds in by_process if seconds])
     total_time = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
@@ -168,5 +170,5 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
 
 def _median(records: Sequence[Record], name: str) -> float:
     """Return the median of an entry over the records that have it; nan if none has it."""
-    values = [float(r[name]) for r in records if r.get(name) is not None]
+    values = [float(record[name]) for record in records if record.get(name) is not None]
     return statistics.summarise(values).median

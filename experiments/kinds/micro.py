@@ -60,7 +60,7 @@ def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate
         **_common(
             identity, replicate, str(benchmark["name"]), str(benchmark["group"] or "ungrouped")
         ),
-        "params": {k: extra_info[k] for k in AXES if k in extra_info},
+        "params": {axis: extra_info[axis] for axis in AXES if axis in extra_info},
         "device": extra_info.get("device"),
         "lookups": extra_info.get("lookups"),
         "status": "ok",
@@ -68,7 +68,12 @@ def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate
         "stop_reason": "budget",
         "executions": num_calls,
         "iterations": stats["iterations"],  # a sample is the mean of its iterations
-        "samples": {"call": [[i, s / num_calls] for i, s in enumerate(stats["data"])]},
+        "samples": {
+            "call": [
+                [round_number, seconds / num_calls]
+                for round_number, seconds in enumerate(stats["data"])
+            ]
+        },
     }
 
 
@@ -77,12 +82,12 @@ def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) ->
 
     `identity` and `replicate` are those of `records_of`.
     """
-    matches = [m for line in output.splitlines() if (m := FAILURE_LINE.match(line.strip()))]
+    matches = [match for line in output.splitlines() if (match := FAILURE_LINE.match(line.strip()))]
     return [
-        _common(identity, replicate, m[2].partition("::")[2], "failed")
+        _common(identity, replicate, match[2].partition("::")[2], "failed")
         | {"params": {}, "device": None, "lookups": None, "status": "error", "order": -1}
-        | {"reason": m[3] or "failed", "stop_reason": "failed", "samples": {}}
-        for m in matches
+        | {"reason": match[3] or "failed", "stop_reason": "failed", "samples": {}}
+        for match in matches
     ]
 
 
@@ -117,7 +122,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     call, `status` (the first that is not "ok"), median_s, q25_s, q75_s, lo_s and hi_s in seconds of
     a call, `samples`, `processes`.
     """
-    groups = metrics.group_records(records, Micro.name, lambda r: str(r["cell"]))
+    groups = metrics.group_records(records, Micro.name, lambda record: str(record["cell"]))
     return pd.DataFrame([_row(group) for group in groups.values()])
 
 
@@ -125,7 +130,9 @@ def _row(records: Sequence[Record]) -> dict[str, Any]:
     """Return the row of a benchmark from its records, one per process."""
     first_record = records[0]
     by_process = [
-        [s for _, s in r["samples"].get("call", [])] for r in records if r["status"] == "ok"
+        [call_s for _, call_s in record["samples"].get("call", [])]
+        for record in records
+        if record["status"] == "ok"
     ]
     time_summary = metrics.summarise_processes(by_process)
     return {
@@ -134,7 +141,7 @@ def _row(records: Sequence[Record]) -> dict[str, Any]:
         "device": first_record["device"],
         **{name: first_record["params"].get(name) for name in AXES},
         "lookups": first_record["lookups"],
-        "status": next((r["status"] for r in records if r["status"] != "ok"), "ok"),
+        "status": next((record["status"] for record in records if record["status"] != "ok"), "ok"),
         **time_summary.columns(),
         "samples": time_summary.n,
         "processes": len(by_process),
@@ -144,9 +151,9 @@ def _row(records: Sequence[Record]) -> dict[str, Any]:
 def summary(records: Sequence[Record]) -> dict[str, Any]:
     """Return the entries of run.json about records: `cells`, `jobs` (records), `outcomes`."""
     return {
-        "cells": len({r["cell"] for r in records}),
+        "cells": len({record["cell"] for record in records}),
         "jobs": len(records),
-        "outcomes": dict(Counter(r["status"] for r in records)),
+        "outcomes": dict(Counter(record["status"] for record in records)),
     }
 
 
@@ -159,7 +166,7 @@ def import_benchmarks(path: Path, folder: Path) -> Path:
     """
     try:
         content = json.loads(path.read_text())
-        if any("data" not in b["stats"] for b in content["benchmarks"]):
+        if any("data" not in benchmark["stats"] for benchmark in content["benchmarks"]):
             raise UsageError(
                 f"{path} has no single times: use --benchmark-json or --benchmark-save-data"
             )

@@ -81,7 +81,9 @@ class Predictions(base.Kind):
             workload = dataclasses.replace(workload, E=min(workload.E, SMOKE_ROWS))
             options["ranks"] = options["ranks"][:1]
             options["cached"] = options["cached"][:1]
-            options["lookups"] = [min(n, SMOKE_LOOKUPS) for n in options["lookups"][:1]]
+            options["lookups"] = [
+                min(num_lookups, SMOKE_LOOKUPS) for num_lookups in options["lookups"][:1]
+            ]
             options["rounds"] = 1
         return [], [
             Cell(
@@ -130,15 +132,20 @@ def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str,
     """Return the row of a step from its `points`, one per process (`measure.predictions`)."""
 
     def median(values: Sequence[float | None]) -> float:
-        return statistics.summarise([v for v in values if v is not None]).median
+        return statistics.summarise([value for value in values if value is not None]).median
 
     median_columns = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
-    measured_s = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
-    ratios = [p["predicted_s"] / s for p, s in zip(points, measured_s, strict=True)]
+    measured_s = [
+        statistics.summarise([seconds for _, seconds in point["samples"]]).median
+        for point in points
+    ]
+    ratios = [
+        point["predicted_s"] / seconds for point, seconds in zip(points, measured_s, strict=True)
+    ]
     return {
         **dict(zip(STEP_KEYS, key, strict=True)),
         "processes": len(points),
-        **{name: median([p[name] for p in points]) for name in median_columns},
+        **{name: median([point[name] for point in points]) for name in median_columns},
         "measured_s": median(measured_s),
         "ratio": median(ratios),
         "ratio_lo": min(ratios),

@@ -116,7 +116,9 @@ class Quality(base.Kind):
             record_of_method.setdefault(
                 str(record["contender"]), record | {"label": record["contender"]}
             )
-        return base.outcomes_line("AUC", [*record_of_method.values()], lambda r: f"{r['auc']:.4f}")
+        return base.outcomes_line(
+            "AUC", [*record_of_method.values()], lambda record: f"{record['auc']:.4f}"
+        )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return quality.csv: a row per data set, method and share."""
@@ -129,7 +131,7 @@ def _arms(methods: Sequence[str], options: Mapping[str, Any]) -> tuple[Arm, ...]
     return tuple(
         arm
         for name in dict.fromkeys(methods)
-        for arm in ([Arm(name)] if name == PLAIN else [Arm(name, cache=s) for s in shares])
+        for arm in ([Arm(name)] if name == PLAIN else [Arm(name, cache=share) for share in shares])
     )
 
 
@@ -165,7 +167,9 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     `times_smaller` is the size of the plain large tables ÷ `bytes`. `step_s` is seconds; `ratio` is
     the time of a step ÷ the time with plain tables.
     """
-    groups = metrics.group_records(records, Quality.name, lambda r: (r["section"], r["arm"]))
+    groups = metrics.group_records(
+        records, Quality.name, lambda record: (record["section"], record["arm"])
+    )
     pairs = [(group, groups.get((section, PLAIN), [])) for (section, _), group in groups.items()]
     pools = metrics.PooledSpreads.of(pairs, "step")
     return pd.DataFrame([_row(group, plain, pools) for group, plain in pairs])
@@ -179,7 +183,9 @@ def _row(
     record = (ok_records or group)[0]
     time_ratio = metrics.ratio_of(ok_records, plain_records, "step", pools.ratios)
     excess_losses = [
-        r["log_loss"] - r["oracle_loss"] for r in ok_records if r.get("oracle_loss") is not None
+        record["log_loss"] - record["oracle_loss"]
+        for record in ok_records
+        if record.get("oracle_loss") is not None
     ]
     names = ("section", "data", "contender", "arm", "label")
     return {
@@ -187,21 +193,21 @@ def _row(
         "share": record["cache"] or 1.0,
         **metrics.outcome_of(group),
         "seeds": len(ok_records),
-        "auc": _mean([r["auc"] for r in ok_records]),
+        "auc": _mean([record["auc"] for record in ok_records]),
         **_change_columns(ok_records, plain_records, "auc"),
-        "log_loss": _mean([r["log_loss"] for r in ok_records]),
+        "log_loss": _mean([record["log_loss"] for record in ok_records]),
         **_change_columns(ok_records, plain_records, "log_loss"),
         "excess_log_loss": _mean(excess_losses),
         "oracle_auc": _mean(
-            [r["oracle_auc"] for r in ok_records if r.get("oracle_auc") is not None]
+            [record["oracle_auc"] for record in ok_records if record.get("oracle_auc") is not None]
         ),
-        "rates": " ".join(f"{r['rate']:g}" for r in ok_records),
+        "rates": " ".join(f"{record['rate']:g}" for record in ok_records),
         "bytes": record.get("weights_bytes", math.nan),
         "served_bytes": record.get("served_bytes", math.nan),
         "times_smaller": (record.get("large_bytes") or math.nan)
         / (record.get("weights_bytes") or math.nan),
         "step_s": statistics.summarise(
-            [s for r in ok_records for s in metrics.seconds(r, "step")]
+            [step_s for record in ok_records for step_s in metrics.seconds(record, "step")]
         ).median,
         **time_ratio.columns(),
     }
@@ -211,8 +217,8 @@ def _change_columns(
     records: Sequence[Record], plain_records: Sequence[Record], name: str
 ) -> dict[str, float]:
     """Return the columns about the entry `name`: its difference from plain tables, by seed."""
-    by_seed = {metrics.replicate_of(r): r[name] for r in plain_records}
-    value_pairs = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
+    by_seed = {metrics.replicate_of(record): record[name] for record in plain_records}
+    value_pairs = [(record[name], by_seed.get(metrics.replicate_of(record))) for record in records]
     change = t_interval(
         [value - plain_value for value, plain_value in value_pairs if plain_value is not None]
     )

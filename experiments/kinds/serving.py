@@ -68,7 +68,7 @@ class Serving(base.Kind):
         """Return the 99th percentile of the latency of each arm with the last number of clients."""
 
         def p99(record: Record) -> str:
-            closed = [p for p in record["points"] if p["load"] == CLOSED]
+            closed = [point for point in record["points"] if point["load"] == CLOSED]
             return f"{1e3 * latency_quantile_s(counts_of(closed[-1:]), 0.99):.3g} ms"
 
         return base.outcomes_line("p99", records, p99)
@@ -81,7 +81,9 @@ class Serving(base.Kind):
 
 def _group_by_arm(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
     """Return the records of each arm of a cell, one per process."""
-    return metrics.group_records(records, Serving.name, lambda r: (r["cell"], r["arm"]))
+    return metrics.group_records(
+        records, Serving.name, lambda record: (record["cell"], record["arm"])
+    )
 
 
 ARM_COLUMNS = ("section", "cell", "contender", "arm", "label")
@@ -104,7 +106,7 @@ def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
         shared_columns = {name: group[0][name] for name in ARM_COLUMNS} | group[0]["params"]
         shared_columns |= metrics.outcome_of(group)
         clients_and_loads = dict.fromkeys(
-            (p["clients"], p["load"]) for r in ok_records for p in r["points"]
+            (point["clients"], point["load"]) for record in ok_records for point in record["points"]
         )
         rows += [
             shared_columns | _row(ok_records, base_records, *pair) for pair in clients_and_loads
@@ -124,7 +126,9 @@ def _row(
     ]
     counts = counts_of(points)
     requests, batch = sum(counts.values()), ok_records[0]["params"]["B"]
-    requests_per_s = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
+    requests_per_s = statistics.summarise(
+        [point["requests"] / point["seconds"] for point in points]
+    ).median
     time_ratio = (
         metrics.ratio_of(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
     )
@@ -155,7 +159,9 @@ def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
     rows = []
     for group in groups.values():
         for pages in ("memory", "disk"):
-            seconds = [r["cold_start"][pages] for r in group if r["cold_start"].get(pages)]
+            seconds = [
+                record["cold_start"][pages] for record in group if record["cold_start"].get(pages)
+            ]
             if not seconds:
                 continue
             time_summary = statistics.summarise(seconds)

@@ -48,8 +48,10 @@ class OverRanks(base.Kind):
             for scaling in sharding.scaling[:1] if ranks == 1 else sharding.scaling:
                 stated_batch = cell.workload.B
                 batch = max(1, stated_batch // ranks) if scaling is Scaling.strong else stated_batch
-                one_process_arms = [a for a in cell.arms if registry.facts_of(a.contender).alone]
-                arms = tuple(a for a in cell.arms if ranks == 1 or a not in one_process_arms)
+                one_process_arms = [
+                    arm for arm in cell.arms if registry.facts_of(arm.contender).alone
+                ]
+                arms = tuple(arm for arm in cell.arms if ranks == 1 or arm not in one_process_arms)
                 if (ranks, batch) in yielded_worlds or not arms:
                     continue
                 yielded_worlds.add((ranks, batch))
@@ -178,23 +180,23 @@ def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
         return rows
     ok_rows = rows[(rows["phase"] == STEP) & (rows["status"] == "ok")].copy()
     compute_seconds = {
-        (r["cell"], r["arm"], r["mode"]): r["median_s"]
-        for _, r in rows[rows["phase"] == COMPUTE].iterrows()
+        (row["cell"], row["arm"], row["mode"]): row["median_s"]
+        for _, row in rows[rows["phase"] == COMPUTE].iterrows()
     }
     keys = list(zip(ok_rows["cell"], ok_rows["arm"], ok_rows["mode"], strict=True))
     ok_rows["compute_s"] = [compute_seconds.get(key, math.nan) for key in keys]
     ok_rows["communication_s"] = (ok_rows["median_s"] - ok_rows["compute_s"]).clip(lower=0.0)
     rows_of_one_rank = ok_rows[ok_rows["world_size"] == 1]
     seconds_of_one_rank = {
-        _step_key(r, r["B"]): float(r["median_s"]) for _, r in rows_of_one_rank.iterrows()
+        _step_key(row, row["B"]): float(row["median_s"]) for _, row in rows_of_one_rank.iterrows()
     }
     ok_rows["base_s"] = [
-        seconds_of_one_rank.get(_step_key(r, _one_rank_batch(r)), math.nan)
-        for _, r in ok_rows.iterrows()
+        seconds_of_one_rank.get(_step_key(row, _one_rank_batch(row)), math.nan)
+        for _, row in ok_rows.iterrows()
     ]
     batch_shares = [
-        1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"]
-        for _, r in ok_rows.iterrows()
+        1 if row["scaling"] == Scaling.weak.value else 1 / row["world_size"]
+        for _, row in ok_rows.iterrows()
     ]
     ok_rows["efficiency"] = ok_rows["base_s"] * batch_shares / ok_rows["median_s"]
     return ok_rows
@@ -231,7 +233,7 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
     for (cell, arm, ranks, scaling), group in steps_by_key.items():
         record = group[0][0]
         is_measured = ranks == record["world_size"]
-        times = [metrics.seconds(r, STEP) for r, _ in group]
+        times = [metrics.seconds(record, STEP) for record, _ in group]
         rows.append(
             {
                 "section": record["section"],
@@ -247,7 +249,7 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 "predicted_compute_s": _mean(group, "compute_s"),
                 "median_s": metrics.summarise_processes(times).median if is_measured else math.nan,
                 "batch": int(group[0][1]["batch"]),
-                **{a: record["params"][a] for a in SAME_BATCH},
+                **{axis: record["params"][axis] for axis in SAME_BATCH},
             }
         )
     return pd.DataFrame(rows)
@@ -280,5 +282,7 @@ def prediction_agreement(rows: pd.DataFrame) -> Agreement:
     if len(measured) < 3:
         return Agreement(math.nan, math.nan, len(measured))
     correlation = measured["predicted_s"].corr(measured["median_s"], method="spearman")
-    factor = (measured["predicted_s"] / measured["median_s"]).map(lambda x: max(x, 1 / x))
+    factor = (measured["predicted_s"] / measured["median_s"]).map(
+        lambda factor: max(factor, 1 / factor)
+    )
     return Agreement(float(correlation), float(factor.median()), len(measured))

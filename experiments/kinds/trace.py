@@ -62,10 +62,10 @@ class Trace(base.Kind):
         return [replace(cell, cache=config.cache, kind=self.name) for cell in cells]
 
     def progress(self, records: Sequence[Record]) -> str:
-        if any(r["status"] != "ok" for r in records):
+        if any(record["status"] != "ok" for record in records):
             return super().progress(records)
-        counts = [r["analysis"]["distinct"] for r in records]
-        return f"distinct rows: {', '.join(f'{n:,}' for n in counts)}"
+        counts = [record["analysis"]["distinct"] for record in records]
+        return f"distinct rows: {', '.join(f'{count:,}' for count in counts)}"
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return tables.csv and ideal_hit_rates.csv."""
@@ -75,7 +75,9 @@ class Trace(base.Kind):
 def good_records(records: Sequence[Record]) -> list[TraceRecord]:
     """Return the records of traces that were analysed without an error."""
     return [
-        cast(TraceRecord, r) for r in records if r.get("kind") == Trace.name and r["status"] == "ok"
+        cast(TraceRecord, record)
+        for record in records
+        if record.get("kind") == Trace.name and record["status"] == "ok"
     ]
 
 
@@ -86,7 +88,7 @@ def tables(records: Sequence[Record]) -> pd.DataFrame:
     tenth of the distinct rows. `rows_of_X` is the smallest number of rows with a share X of the
     lookups. `s`, `q` and `misfit` describe the fitted Zipf distribution; None for too few lookups.
     """
-    return pd.DataFrame([row for r in good_records(records) for row in _table_rows(r)])
+    return pd.DataFrame([row for record in good_records(records) for row in _table_rows(record)])
 
 
 def _table_rows(record: TraceRecord) -> Iterator[dict[str, Any]]:

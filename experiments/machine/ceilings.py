@@ -47,7 +47,10 @@ class MeasuredCeilings:
         """Read the ceilings from environment.json; early runs have the copy bandwidth only."""
         entries = environment.get("bandwidth") or {}
         copy_gb_s = entries.get("copy_gb_s") or environment.get("copy_gb_s")
-        gather_gb_s = {int(k): float(v) for k, v in (entries.get("gather_gb_s") or {}).items()}
+        gather_gb_s = {
+            int(row_bytes): float(gb_s)
+            for row_bytes, gb_s in (entries.get("gather_gb_s") or {}).items()
+        }
         return cls(
             float(copy_gb_s) if copy_gb_s else math.nan,
             tuple(sorted(gather_gb_s.items())),
@@ -153,7 +156,7 @@ def known_devices() -> tuple[Device, ...]:
         ValueError: a file is wrong, see `read`.
     """
     devices = [read(path) for path in sorted((CONF / "hardware").glob("*.yaml"))]
-    return tuple(sorted(devices, key=lambda d: (d.kind != "gpu", d.name)))
+    return tuple(sorted(devices, key=lambda device: (device.kind != "gpu", device.name)))
 
 
 def find(name: str) -> Device | None:

@@ -35,7 +35,7 @@ def last_level_cache_bytes() -> int:
 def mean_mhz() -> float | None:
     """Return the present mean frequency of the usable cores in MHz, or None."""
     try:
-        frequencies = [f.current for f in psutil.cpu_freq(percpu=True)]
+        frequencies = [frequency.current for frequency in psutil.cpu_freq(percpu=True)]
     except (AttributeError, OSError, NotImplementedError):
         return None
     usable = [frequencies[core] for core in usable_cores() if core < len(frequencies)]

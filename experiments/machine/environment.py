@@ -60,7 +60,9 @@ def environment_content(device: torch.device, words: list[str]) -> dict[str, Any
         "git": git_state(),
         "sources": sources.digests(device.type),
         "packages": {package: version_of(package) for package in PACKAGES},
-        "variables": {k: v for k, v in sorted(os.environ.items()) if re.match(VARIABLES, k)},
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if re.match(VARIABLES, name)
+        },
     }
 
 

@@ -58,7 +58,9 @@ def require_fit(checked: Mapping[str, Any]) -> None:
     `checked` is the result of `check`.
     """
     if not checked["fit"]:
-        reasons = [f"{explain(f)} ({remedy(f)})" for f in checked["flags"] if f not in MINOR]
+        reasons = [
+            f"{explain(flag)} ({remedy(flag)})" for flag in checked["flags"] if flag not in MINOR
+        ]
         raise UsageError(
             "device.strict=true, and this machine is not fit to measure on: "
             f"{'; '.join(reasons)}. Without device.strict=true these become flags of the results"
@@ -121,7 +123,9 @@ def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
     Return None if the library of the device is up to date or absent, or if there are no sources.
     """
     name = f"libemblib_{device.type}.so"
-    library = next((f / name for f in library_folders() if (f / name).exists()), None)
+    library = next(
+        (folder / name for folder in library_folders() if (folder / name).exists()), None
+    )
     if library is None:
         return None
     # `make native` does not touch a library that it finds up to date, but notes the time.

@@ -212,7 +212,7 @@ def min_median_max(values: Iterable[float]) -> list[float] | None:
     ordered = sorted(values)
     if not ordered:
         return None
-    return [round(x, 2) for x in (ordered[0], statistics.median(ordered), ordered[-1])]
+    return [round(number, 2) for number in (ordered[0], statistics.median(ordered), ordered[-1])]
 
 
 def reason_names(reason_bits: int) -> list[str]:
@@ -276,7 +276,11 @@ class Nvml:
     def processes(self) -> dict[int, int | None] | None:
         """Return {process number: bytes} of the computing processes; None for what is unknown."""
         processes = self.query("GetComputeRunningProcesses")
-        return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
+        return (
+            None
+            if processes is None
+            else {process.pid: process.usedGpuMemory for process in processes}
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the known ones of the GPU's settings and present readings.

@@ -79,7 +79,7 @@ class TimedSteps:
     @property
     def seconds(self) -> float:
         """Return the median of the sampled step times."""
-        return statistics.summarise([s for _, s in self.samples]).median
+        return statistics.summarise([sample_s for _, sample_s in self.samples]).median
 
 
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
@@ -235,38 +235,43 @@ class _Experiment:
             two_terms_s (rows and products alone; nan with a cache) and by_hits_s (uncached time ×
             lookups that miss), in seconds per step; and samples, (round, seconds).
         """
-        uncached_steps = [s for s in self.steps if not len(s.cache_terms)]
-        fitted_steps = [s for s in uncached_steps if not s.is_predicted]
-        terms = np.array([s.terms for s in fitted_steps])
-        times_s = np.array([s.seconds for s in fitted_steps])
+        uncached_steps = [step for step in self.steps if not len(step.cache_terms)]
+        fitted_steps = [step for step in uncached_steps if not step.is_predicted]
+        terms = np.array([step.terms for step in fitted_steps])
+        times_s = np.array([step.seconds for step in fitted_steps])
         constants = _fit_constants(terms, times_s)
         row_and_product_constants = _fit_constants(terms[:, ROW_AND_PRODUCT_TERMS], times_s)
         cache_constants: dict[Any, np.ndarray] = {}  # constants by module
-        for module in dict.fromkeys(s.module for s in self.steps if len(s.cache_terms)):
-            cached_steps = [s for s in self.steps if s.module is module and not s.is_predicted]
-            unexplained_s = np.array([s.seconds - s.terms @ constants for s in cached_steps])
-            measured_s = np.array([s.seconds for s in cached_steps])
-            cache_terms = np.array([s.cache_terms for s in cached_steps])
+        for module in dict.fromkeys(step.module for step in self.steps if len(step.cache_terms)):
+            cached_steps = [
+                step for step in self.steps if step.module is module and not step.is_predicted
+            ]
+            unexplained_s = np.array(
+                [step.seconds - step.terms @ constants for step in cached_steps]
+            )
+            measured_s = np.array([step.seconds for step in cached_steps])
+            cache_terms = np.array([step.cache_terms for step in cached_steps])
             cache_constants[module] = _fit_constants(cache_terms, unexplained_s, measured_s)
 
         def batch_key(steps: TimedSteps) -> tuple[Any, ...]:
             return tuple(steps.facts[name] for name in ("skew", "order", "lookups"))
 
-        uncached_s = {batch_key(s): s.seconds for s in uncached_steps if s.is_predicted}
+        uncached_s = {batch_key(step): step.seconds for step in uncached_steps if step.is_predicted}
         points = [
             {
-                **s.facts,
+                **step.facts,
                 "predicted_s": float(
-                    s.terms @ constants + s.cache_terms @ cache_constants.get(s.module, np.zeros(0))
+                    step.terms @ constants
+                    + step.cache_terms @ cache_constants.get(step.module, np.zeros(0))
                 ),
                 "two_terms_s": math.nan
-                if len(s.cache_terms)
-                else float(s.terms[ROW_AND_PRODUCT_TERMS] @ row_and_product_constants),
-                "by_hits_s": (1 - s.facts["hit_rate"]) * uncached_s[batch_key(s)],
-                "samples": s.samples,
+                if len(step.cache_terms)
+                else float(step.terms[ROW_AND_PRODUCT_TERMS] @ row_and_product_constants),
+                "by_hits_s": (1 - step.facts["hit_rate"]) * uncached_s[batch_key(step)],
+                "samples": step.samples,
             }
-            for s in self.steps
-            if s.is_predicted
+            for step in self.steps
+            if step.is_predicted
         ]
         cache_constants_of_shares = [
             dict(zip(CACHE_TERMS, constants_of_share.tolist(), strict=True))

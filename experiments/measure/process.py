@@ -250,7 +250,7 @@ def die_with_parent() -> None:
 def describe_error(error: BaseException) -> str:
     """Return "Type: message (file.py:line)"; the line is the one that raised the error."""
     tail = traceback.extract_tb(error.__traceback__)[-1:]
-    location = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in tail)
+    location = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in tail)
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}{location}"
 
 
@@ -276,7 +276,7 @@ def _limit_memory(limit: int | None) -> None:
 
     status = Path(f"/proc/{os.getpid()}/status").read_text()
     used_bytes = next(
-        (int(x.split()[1]) << 10 for x in status.splitlines() if x.startswith("VmData")), 0
+        (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData")), 0
     )
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     new_limit = used_bytes + limit

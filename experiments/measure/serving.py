@@ -148,7 +148,7 @@ def _build_tables(
     cell: Cell, shapes: Sequence[TableShape], pool: Pool, session: Session
 ) -> tuple[dict[str, Outcome], dict[str, ServedTables]]:
     """Build, fill and check the tables, see `build_arms`."""
-    weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
+    weights = [fill_(torch.empty(shape.rows, shape.dim), seed) for seed, shape in enumerate(shapes)]
 
     def build_filled(arm: Arm) -> ServedTables:
         served: ServedTables = build(arm.contender, shapes)

@@ -119,7 +119,7 @@ def analyse_together(
         ]
     )
     trace = lookups.trace(num_warm_batches)
-    busiest = max(range(num_tables), key=lambda t: len(lookups_by_table[t].row_of_lookup))
+    busiest = max(range(num_tables), key=lambda table: len(lookups_by_table[table].row_of_lookup))
     return {
         "samples": trace_analysis.batch_counts(lookups),
         "distinct": len(lookups.counts),

@@ -74,7 +74,7 @@ class Clicks:
 
     def to(self, device: torch.device) -> Clicks:
         """Return the samples with their tensors on a device."""
-        tensors = {n: getattr(self, n).to(device) for n in ("ids", "numbers", "labels")}
+        tensors = {name: getattr(self, name).to(device) for name in ("ids", "numbers", "labels")}
         probabilities = None if self.probabilities is None else self.probabilities.to(device)
         return dataclasses.replace(self, **tensors, probabilities=probabilities)
 

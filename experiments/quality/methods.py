@@ -115,7 +115,11 @@ class StoredTables(Method):
             self.trained_bytes += nbytes
             self.served_bytes += _table_bytes(config, QUANTISED) if is_dense else nbytes
         storages = [config.storage for config in tables]
-        self.ranks = [s.ranks[0] for s in storages if isinstance(s, storage.TensorTrain)]
+        self.ranks = [
+            table_storage.ranks[0]
+            for table_storage in storages
+            if isinstance(table_storage, storage.TensorTrain)
+        ]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up the ids. The row of id -1 is zeros, except in hash tables, where -1 is a key.
@@ -155,7 +159,9 @@ def _max_rows(task: MethodTask, table: int, configure: Callable[[int], Embedding
         Unsupported: not one row fits, with its index.
     """
     row_counts, permitted_bytes = range(1, task.rows[table] + 1), task.permitted_bytes(table)
-    num_rows = bisect_right(row_counts, permitted_bytes, key=lambda n: _table_bytes(configure(n)))
+    num_rows = bisect_right(
+        row_counts, permitted_bytes, key=lambda num_rows: _table_bytes(configure(num_rows))
+    )
     if not num_rows:
         raise Unsupported(f"rows by key and their index need more than {permitted_bytes} bytes")
     return num_rows
@@ -383,7 +389,9 @@ def _make_trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.Lookup
         for name, count in zip(names, counts, strict=True)
     ]
     return emblib.LookupTrace(
-        tuple(features), tuple(ids), tuple(torch.ones(len(i), dtype=torch.int64) for i in ids)
+        tuple(features),
+        tuple(ids),
+        tuple(torch.ones(len(table_ids), dtype=torch.int64) for table_ids in ids),
     )
 
 

@@ -131,7 +131,7 @@ def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> Meth
     `share` is the permitted share of their bytes, `rate` the learning rate of tables.
     """
     fields = data.large_fields(plan.large)
-    rows = tuple(data.rows[f] for f in fields)
+    rows = tuple(data.rows[field] for field in fields)
     return MethodTask(rows, plan.dim, share, rate, count_ids(data, fields))
 
 
@@ -266,6 +266,8 @@ def _endless_batches(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:
     epoch = 0
     while True:
         yield from (
-            b for b in batches(data, plan, epoch) if len(b) == min(plan.batch, data.ends[0])
+            batch
+            for batch in batches(data, plan, epoch)
+            if len(batch) == min(plan.batch, data.ends[0])
         )
         epoch += 1

@@ -41,7 +41,9 @@ def answer(run: Run) -> list[str]:
     sentences.append(f"Forward alone takes {text.ratio(subject['forward'])}.")
     steps = _swept_steps(main_run)
     if len(steps) > 1:
-        lowest, highest = (steps.loc[i] for i in (steps["ratio"].idxmin(), steps["ratio"].idxmax()))
+        lowest, highest = (
+            steps.loc[index] for index in (steps["ratio"].idxmin(), steps["ratio"].idxmax())
+        )
         sentences.append(
             f"Across the sweep the step ratio ranges from {text.times(lowest['ratio'])} "
             f"({sweep_point(main_run, lowest)}) to {text.times(highest['ratio'])} "

@@ -136,7 +136,9 @@ def set_plain_ticks(axis: Axis) -> None:
     )
     decade_ticks = next((ticks for max_span, ticks in ticks_by_max_span if span < max_span), (1.0,))
     axis.set_major_locator(LogLocator(subs=decade_ticks))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1000 else f"{v:g}"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}")
+    )
     axis.set_minor_locator(NullLocator())
 
 
@@ -264,7 +266,11 @@ def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Ma
     if not heights:
         return list(marks)
     low, high = min(heights) / MAX_MARK_DISTANCE, MAX_MARK_DISTANCE * max(heights)
-    return [m for m in marks if m.is_vertical or m.annotation or m.label or low <= m.value <= high]
+    return [
+        mark
+        for mark in marks
+        if mark.is_vertical or mark.annotation or mark.label or low <= mark.value <= high
+    ]
 
 
 MAX_MARK_DISTANCE = 3.0  # ratio of a mark to the nearest point; farther marks are left out
@@ -373,7 +379,9 @@ class PointName:
 def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[PointName]:
     """Return the names right of the panel: of horizontal marks, and of curves with `edge_name`."""
     heights = [
-        (m.annotation, m.value, m.colour) for m in marks if m.annotation and not m.is_vertical
+        (mark.annotation, mark.value, mark.colour)
+        for mark in marks
+        if mark.annotation and not mark.is_vertical
     ]
     heights += [(c.edge_name, list(c.y)[-1], c.colour) for c in lines if c.edge_name]
     return [

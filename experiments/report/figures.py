@@ -66,7 +66,7 @@ def subtitle(run: Run) -> str:
     if processes:
         counts = f"{processes[0]}–{processes[-1]}" if len(processes) > 1 else f"{processes[0]}"
         parts.append(f"{counts} process{'es' * (processes[-1] > 1)} per cell")
-    return " · ".join(str(p) for p in (*parts, f"timing {run.config.timing.preset}"))
+    return " · ".join(str(part) for part in (*parts, f"timing {run.config.timing.preset}"))
 
 
 def contender_curve(name: str, x: charts.Floats, y: charts.Floats, **options: Any) -> Curve:
@@ -205,7 +205,11 @@ def published_figures(run: Run) -> list[Figure]:
     for section in run.sections():
         case = run.config.cases.get(section)
         steps = select(run.results_of(section), phase="step", status="ok")
-        numbers = [p for p in case.published if p["unit"].startswith(LOOKUP_UNIT)] if case else []
+        numbers = (
+            [figure for figure in case.published if figure["unit"].startswith(LOOKUP_UNIT)]
+            if case
+            else []
+        )
         if not numbers or not len(steps):
             continue
         bars = [
@@ -376,7 +380,7 @@ def _samples_drawing(records: Sequence[Record], phase: str) -> Drawing:
         processes = sorted((record for record in records if record["arm"] == arm), key=replicate_of)
         width = CONTENDER_WIDTH / len(processes)
         for process_index, record in enumerate(processes):
-            samples_ms = [1e3 * s for s in seconds(record, phase)]
+            samples_ms = [1e3 * sample_s for sample_s in seconds(record, phase)]
             x_begin = arm_index - CONTENDER_WIDTH / 2 + process_index * width
             x_width = width * (1 - PROCESS_GAP)
             x = [x_begin + x_width * (i + 0.5) / len(samples_ms) for i in range(len(samples_ms))]
@@ -463,7 +467,9 @@ def new_key_figures(run: Run) -> list[Figure]:
         return []
     rows = rows[rows["ratio"].notna()]
     new_key_shares = {"dynamic": 0.0}  # by contender
-    new_key_shares |= {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
+    new_key_shares |= {
+        name: entry.new_keys for name, entry in registry.entries().items() if entry.new_keys
+    }
     rows = rows[rows["contender"].isin(new_key_shares)]
     rows = rows.assign(x=[100 * new_key_shares[name] for name in rows["contender"]])
     if rows["x"].nunique() < 2 or run.baseline.contender in new_key_shares:
@@ -564,7 +570,7 @@ def _axis_chart(
 
     `rows` has the measured values of the axis in the column `x`; `label` names the vertical axis.
     """
-    values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
+    values = sorted({float(value) for value in rows["x"] if axis != "rank" or value > 0})
     x_scale = Scale(AXIS_NAMES[axis], log=2 if axis in LOG_AXES else 0, ticks=values)
     return curves(axis_curves, x_scale, Scale(label, log=10), name_position="ends", marks=marks)
 

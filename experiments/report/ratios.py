@@ -43,7 +43,7 @@ def forest_figures(run: Run) -> list[Figure]:
         )
     is_cut = any(len(_ratios_of_phase(run, phase)) > MAX_ROWS for phase in PANEL_PHASES)
     cut_note = f" Of more than {MAX_ROWS} ratios the smallest and the largest." if is_cut else ""
-    has_verdicts = any(text.verdict(v) for v in run.table["verdict"])
+    has_verdicts = any(text.verdict(verdict) for verdict in run.table["verdict"])
     band_note = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
     return [
         Figure(
@@ -65,7 +65,7 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
     rows = _ratios_of_phase(run, phase)
     if len(rows) > MAX_ROWS:
         rows = pd.concat([rows[: MAX_ROWS // 2], rows[-(MAX_ROWS // 2) :]])
-    margin = MARGIN if any(text.verdict(v) for v in rows["verdict"]) else math.nan
+    margin = MARGIN if any(text.verdict(verdict) for verdict in rows["verdict"]) else math.nan
     ratios_of_processes = process_ratios(run, phase)
 
     def cell_name(row: pd.Series) -> str:

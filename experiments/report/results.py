@@ -69,10 +69,10 @@ def section_table(run: Run, section: str) -> Table:
         columns["smallest effect shown"] = lambda row: (
             text.DASH
             if row["arm"] == run.baseline.key
-            else Value.of(row["visible"], lambda v: f"±{100 * v:.1f} %")
+            else Value.of(row["visible"], lambda value: f"±{100 * value:.1f} %")
         )
     columns["per lookup"] = lambda row: Value.of(
-        row["ns_per_lookup"], lambda v: text.seconds(v / 1e9)
+        row["ns_per_lookup"], lambda value: text.seconds(value / 1e9)
     )
     columns["useful GB/s"] = lambda row: number_value(row["useful_gb_s"])
     columns["distinct GB/s"] = lambda row: number_value(row["distinct_gb_s"])
@@ -87,7 +87,7 @@ def section_table(run: Run, section: str) -> Table:
         )
     columns["parameters"] = lambda row: bytes_value(row["weights_bytes"])
     columns["compression"] = lambda row: Value.of(
-        row["compression"], lambda v: "1×" if v == 1 else text.times(v)
+        row["compression"], lambda value: "1×" if value == 1 else text.times(value)
     )
     columns["scratch"] = lambda row: bytes_value(row["peak_bytes"])
     if (pd.to_numeric(run.table["optimizer_state_bytes"]) > 0).any():
@@ -98,7 +98,10 @@ def section_table(run: Run, section: str) -> Table:
 
 def environment_table(run: Run) -> Table:
     """Return the table of the run's machine and software, without headings or repeated rows."""
-    rows = [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten_environment(run.environment))]
+    rows = [
+        [Value(key), Value(value)]
+        for key, value in dict.fromkeys(flatten_environment(run.environment))
+    ]
     return Table(["", ""], rows, is_plain=True)
 
 

@@ -42,7 +42,7 @@ factor_value = partial(Value.of, format_value=text.times)
 
 def percent_value(share: float | None) -> Value:
     """Return an entry for a share of 1 in percent; it sorts by the percentage."""
-    return Value.of(None if share is None else 100 * share, lambda v: f"{text.digits(v)} %")
+    return Value.of(None if share is None else 100 * share, lambda value: f"{text.digits(value)} %")
 
 
 def ratio_value(row: Mapping[str, Any], *, is_baseline: bool = False) -> Value:

@@ -73,12 +73,14 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
         {
             "experiment": config.name,
             "cell": {
-                k: v for k, v in dataclasses.asdict(cell).items() if k not in IGNORED_CELL_FIELDS
+                name: value
+                for name, value in dataclasses.asdict(cell).items()
+                if name not in IGNORED_CELL_FIELDS
             },
             "optimizer": config.optimizer,
             "lr": config.lr,
             "seed": config.seed,
-            "timing": {k: v for k, v in timing.items() if k not in AMOUNT_KEYS},
+            "timing": {name: value for name, value in timing.items() if name not in AMOUNT_KEYS},
             "device": {"kind": config.device.kind, "ranks": config.device.ranks},
             "bench": bench_version(),
             "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
@@ -96,16 +98,16 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
     cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
     hardware_id = digest(
         {
-            "cpu": {k: cpu.get(k) for k in ("model", "usable_cores", "instructions")},
-            "gpu": {k: gpu.get(k) for k in ("name", "memory_bytes", "multiprocessors")},
+            "cpu": {name: cpu.get(name) for name in ("model", "usable_cores", "instructions")},
+            "gpu": {name: gpu.get(name) for name in ("name", "memory_bytes", "multiprocessors")},
             "power_limit_w": gpu.get("power_limit_w"),
             "memory_bytes": environment.get("memory_bytes"),
         }
     )
     installed_code = code_id()
     names = ("threads", "torch", "huge_pages", "variables")
-    software = {k: environment.get(k) for k in names}
-    software |= {k: gpu.get(k) for k in ("driver", "cuda")}
+    software = {name: environment.get(name) for name in names}
+    software |= {name: gpu.get(name) for name in ("driver", "cuda")}
     context_id = digest({"hardware": hardware_id, "code": installed_code, "software": software})
     return {"hardware_id": hardware_id, "code_id": installed_code, "context_id": context_id}
 
@@ -114,7 +116,7 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
 def bench_version() -> str:
     """Return a hash of the harness's sources that determine samples, computed once."""
     harness = ROOT / "experiments"
-    return _digest_files(p for pattern in BENCH_SOURCES for p in harness.glob(pattern))
+    return _digest_files(file for pattern in BENCH_SOURCES for file in harness.glob(pattern))
 
 
 @cache
@@ -122,7 +124,10 @@ def code_id() -> str:
     """Return a hash of the library's Python sources and native libraries, computed once."""
     folders = library_folders()
     return _digest_files(
-        p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}")
+        file
+        for folder in folders
+        for suffix in ("py", "so")
+        for file in folder.rglob(f"*.{suffix}")
     )
 
 

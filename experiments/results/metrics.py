@@ -62,13 +62,15 @@ def row_state_bytes(record: Record) -> float:
 
 def seconds(record: Record, phase: str) -> list[float]:
     """Return the samples of a phase in seconds."""
-    return [float(s) for _, s in record["samples"].get(phase, [])]
+    return [float(sample_s) for _, sample_s in record["samples"].get(phase, [])]
 
 
 def host_seconds(group: Sequence[Record], phase: str) -> float:
     """Return the median seconds that a call on a GPU takes on the host; nan on a CPU."""
     host_s = [
-        float(s) for record in group for _, s in (record.get("wall_samples") or {}).get(phase, [])
+        float(sample_s)
+        for record in group
+        for _, sample_s in (record.get("wall_samples") or {}).get(phase, [])
     ]
     return statistics.summarise(host_s).median if host_s else math.nan
 
@@ -203,9 +205,9 @@ class PooledSpreads:
         arms = [(usable_records(group), usable_records(base)) for group, base in pairs]
         log_medians = (
             [
-                math.log(statistics.summarise(s).median)
+                math.log(statistics.summarise(samples_s).median)
                 for record in arm
-                if (s := seconds(record, phase))
+                if (samples_s := seconds(record, phase))
             ]
             for arm, _ in arms
         )
@@ -233,10 +235,12 @@ def _row(
     ok_records = usable_records(records)
     by_process = [seconds(record, phase) for record in ok_records]
     time = summarise_processes(by_process, spreads.times)
-    tails = statistics.tail_of([s for samples in by_process for s in samples])
+    tails = statistics.tail_of([sample_s for samples in by_process for sample_s in samples])
     effect = ratio_of(ok_records, usable_records(base_records), phase, spreads.ratios)
     has_verdict = effect.processes >= PROCESSES_FOR_A_VERDICT
-    identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
+    identity = {
+        name: record[name] for name in ("section", "cell", "contender", "rank", "arm", "label")
+    }
     return {
         **identity,
         "cache": record.get("cache", 0.0),
@@ -322,7 +326,7 @@ def summarise_processes(
     """
     all_samples = statistics.summarise([s for process in samples for s in process])
     medians = [statistics.summarise(process).median for process in samples if process]
-    spread = statistics.combine_processes([math.log(m) for m in medians], pooled_spread)
+    spread = statistics.combine_processes([math.log(median) for median in medians], pooled_spread)
     if math.isnan(spread.lo):
         return dataclasses.replace(all_samples, lo=math.nan, hi=math.nan)
     lo, hi = min(spread.lo, all_samples.median), max(spread.hi, all_samples.median)

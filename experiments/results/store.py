@@ -246,7 +246,9 @@ def _with_present_names(record: Record) -> Record:
     Of the entries of `params` only "law" was ever renamed, to "distribution".
     """
     if "law" in record.get("params", ()):
-        record["params"] = {PRESENT_NAMES.get(k, k): v for k, v in record["params"].items()}
+        record["params"] = {
+            PRESENT_NAMES.get(name, name): value for name, value in record["params"].items()
+        }
     return {PRESENT_NAMES.get(key, key): value for key, value in record.items()}
 
 

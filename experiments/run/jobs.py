@@ -83,12 +83,15 @@ def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     other_cells = _order_by_axis([cell for cell in cells if cell not in headline_cells])
     blocks = [
         headline_cells,
-        *(other_cells[i : i + BLOCK_CELLS] for i in range(0, len(other_cells), BLOCK_CELLS)),
+        *(
+            other_cells[start : start + BLOCK_CELLS]
+            for start in range(0, len(other_cells), BLOCK_CELLS)
+        ),
     ]
     cell_numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
     for block in blocks:
-        for replicate in range(max((num_replicates(c, config) for c in block), default=0)):
+        for replicate in range(max((num_replicates(cell, config) for cell in block), default=0)):
             pass_cells = [cell for cell in block if replicate < num_replicates(cell, config)]
             if replicate:
                 random.Random(config.seed + order).shuffle(pass_cells)
@@ -110,7 +113,7 @@ def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     cells_by_axes: dict[tuple[str, ...], list[Cell]] = {}
     for cell in swept_cells[1:]:
         base = swept_cells[0].workload
-        axes = tuple(a for a in AXES if getattr(cell.workload, a) != getattr(base, a))
+        axes = tuple(axis for axis in AXES if getattr(cell.workload, axis) != getattr(base, axis))
         cells_by_axes.setdefault(axes, []).append(cell)
     # Of each axis the first value, the last value unless it is the first, then the others.
     ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in cells_by_axes.values()]

@@ -82,7 +82,10 @@ class ProcessSync(RankSync):
         if not counters:
             return counters
         by_rank = self.peers.gather([float(value) for value in counters.values()])
-        return {k: int(sum(v)) for k, v in zip(counters, zip(*by_rank, strict=True), strict=True)}
+        return {
+            name: int(sum(values))
+            for name, values in zip(counters, zip(*by_rank, strict=True), strict=True)
+        }
 
     def exchange(self, value: Any) -> list[Any]:
         return self.peers.exchange(value)
@@ -92,7 +95,9 @@ class ProcessSync(RankSync):
 
         All ranks must pass the same arms.
         """
-        by_rank = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
+        by_rank = self.peers.exchange(
+            {key: (outcome.status, outcome.reason) for key, outcome in outcomes.items()}
+        )
         for key, outcome in outcomes.items():
             failures = [
                 (rank, *ends[key]) for rank, ends in enumerate(by_rank) if ends[key][0] != "ok"
@@ -158,7 +163,9 @@ class RankClock(Clock):
         by_rank = sync.peers.gather(
             [reading.seconds, reading.wall, reading.cost, reading.exposed, source]
         )
-        seconds, wall, cost, exposed, source = (max(v) for v in zip(*by_rank, strict=True))
+        seconds, wall, cost, exposed, source = (
+            max(values) for values in zip(*by_rank, strict=True)
+        )
         if source:
             shared_error = sync.share(failure)
             if clock_error or source == CLOCK_FAILURE:

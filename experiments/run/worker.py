@@ -74,7 +74,7 @@ def measure_job(
                 failed_arms = cell.arms if noted_arm is None else (noted_arm,)
                 for failed_arm in failed_arms:
                     failure_records += _failure_records(cell, failed_arm, death, session)
-                cell = cell.with_arms(*(a for a in cell.arms if a not in failed_arms))
+                cell = cell.with_arms(*(arm for arm in cell.arms if arm not in failed_arms))
     all_records = [*records, *failure_records]
     shared = {
         "job_records": len(all_records),  # points.jsonl has fewer after an interrupted write
@@ -100,7 +100,7 @@ def _start_child(request: MeasureRequest) -> Child | RankProcesses:
 def _noted_arm(cell: Cell, last_note: str) -> Arm | None:
     """Return the arm that the child's last note names, else the only arm; None if unknown."""
     key = last_note.partition("|")[0]
-    arms = [a for a in cell.arms if a.key == key]
+    arms = [arm for arm in cell.arms if arm.key == key]
     return arms[0] if arms else cell.arms[0] if len(cell.arms) == 1 else None
 
 

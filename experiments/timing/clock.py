@@ -135,7 +135,7 @@ class Clock:
         An exception of a task's call is passed on; then no sample is returned.
         """
         seconds = (self.time(task.call) for task in tasks)
-        return [Reading(s, s, s) for s in seconds]
+        return [Reading(call_s, call_s, call_s) for call_s in seconds]
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
         """Return the phase in the form that `read` times, for the batches 0 to pool - 1."""
@@ -252,8 +252,8 @@ class CudaClock(Clock):
         seconds = [self.gpu.seconds_between(sample.start, sample.end) for sample in launched]
         extra_cost_s = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
         return [
-            Reading(s, sample.wall, s + extra_cost_s, sample.exposed)
-            for s, sample in zip(seconds, launched, strict=True)
+            Reading(sample_s, sample.wall, sample_s + extra_cost_s, sample.exposed)
+            for sample_s, sample in zip(seconds, launched, strict=True)
         ]
 
     def cycles_per_second(self) -> float:

@@ -87,7 +87,7 @@ class Race:
             with self.telemetry:
                 for number in range(self.timing.max_rounds):
                     self._run_round(number, rng)
-                    if all(r.stop_reason for r in self.results.values()):
+                    if all(result.stop_reason for result in self.results.values()):
                         break
         hardware, flags = self.telemetry.summary(), self.telemetry.flags()
         if self.throttled_rounds:
@@ -138,7 +138,7 @@ class Race:
 
         The second samples are taken in reverse order, so that a drift affects all phases alike.
         """
-        running_arms = [arm for arm, r in self.results.items() if not r.stop_reason]
+        running_arms = [arm for arm, result in self.results.items() if not result.stop_reason]
         turns = [(arm, phase) for arm in running_arms for phase in self.arms[arm]]
         rng.shuffle(turns)
         order = [
@@ -221,7 +221,9 @@ class Race:
         one of these, because contenders are compared over common rounds.
         """
         timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
-        running_arms = {arm: r for arm, r in self.results.items() if not r.stop_reason}
+        running_arms = {
+            arm: result for arm, result in self.results.items() if not result.stop_reason
+        }
         budget = timing.cell_seconds
         slow_limit = 2 * budget if rounds >= SLOW_MIN_ROUNDS else math.inf
         max_seconds_of_one = budget / 2 if has_min_rounds else slow_limit
@@ -289,16 +291,20 @@ class Measured:
         The precision is the half-width of the median's 95 % interval ÷ the median; smaller is
         better (`statistics.Summary.precision`).
         """
-        times = {phase: [s for _, s in samples] for phase, samples in self.samples.items()}
+        times = {
+            phase: [sample_s for _, sample_s in samples] for phase, samples in self.samples.items()
+        }
         return all(
-            sum(s) * self.executions.get(phase, 1) >= seconds
-            and statistics.summarise(s).precision <= target
-            for phase, s in times.items()
+            sum(sample_s) * self.executions.get(phase, 1) >= seconds
+            and statistics.summarise(sample_s).precision <= target
+            for phase, sample_s in times.items()
         )
 
     def is_stabilised(self) -> bool:
         """Return whether the noise of every phase has settled, see `statistics.has_settled`."""
-        return bool(self.noise) and all(statistics.has_settled(n) for n in self.noise.values())
+        return bool(self.noise) and all(
+            statistics.has_settled(noise) for noise in self.noise.values()
+        )
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
         """Add a sample of `phase` in round `number`, as seconds per call."""
@@ -341,7 +347,7 @@ class Measured:
             "warm": self.warm.entries() if self.warm else {},
             "hardware": self.hardware,
         }
-        if any(n > 1 for n in self.executions.values()):
+        if any(num_calls > 1 for num_calls in self.executions.values()):
             facts["executions"] = self.executions
         if self.throttled_samples:
             facts["throttled_samples"] = self.throttled_samples

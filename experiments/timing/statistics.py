@@ -153,7 +153,7 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
     common = sorted(arm.keys() & base.keys())
     if not common:
         raise ValueError("the arms have no round in common, so there is nothing to pair")
-    return statistics.median(math.log(arm[r] / base[r]) for r in common)
+    return statistics.median(math.log(arm[replicate] / base[replicate]) for replicate in common)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def gate_margin(min_effect: float, mad_aa: float, num_pairs: int) -> float:
 
 def median_deviation(logs: Sequence[float]) -> float:
     """Return the median of |log ratio|, of at least one; an A/A comparison should be near 0."""
-    return statistics.median(abs(x) for x in logs)
+    return statistics.median(abs(log) for log in logs)
 
 
 def p_value(logs: Sequence[float], direction: int) -> float:
@@ -275,7 +275,7 @@ def adjust_by_holm(p_values: Sequence[float]) -> list[float]:
 
     A comparison is significant if its adjusted p-value is below the level of all together.
     """
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, running_maximum = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
         running_maximum = max(running_maximum, min(1.0, (len(order) - rank) * p_values[index]))

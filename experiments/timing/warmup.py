@@ -125,7 +125,11 @@ def _run_pass(
             cost += reading.cost
         if cost > max_seconds:
             break
-    medians = {phase: statistics.summarise(s).median for phase, s in times_by_phase.items() if s}
+    medians = {
+        phase: statistics.summarise(samples_s).median
+        for phase, samples_s in times_by_phase.items()
+        if samples_s
+    }
     return number + 1 >= pool, cost, medians
 
 

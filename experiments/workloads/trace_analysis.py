@@ -366,7 +366,7 @@ def distance_histogram(lookups: Lookups) -> Distances:
     bits = int(reuse_distances.max(initial=1)).bit_length()
     edges = [0, *(2**k for k in range(bits + 1))]
     counts = np.histogram(reuse_distances, edges)[0]
-    return {"edges": edges, "reuse": [_share(int(n), len(distances)) for n in counts]}
+    return {"edges": edges, "reuse": [_share(int(count), len(distances)) for count in counts]}
 
 
 class HitRate(TypedDict):
@@ -411,7 +411,7 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
         return hit_rate(size, sum(hits.lookups), sum(hits.rows))
 
     distinct = len(np.unique(trace.rows))
-    sizes = sorted({max(1, round(f * distinct)) for f in fractions})
+    sizes = sorted({max(1, round(fraction * distinct)) for fraction in fractions})
     curve_sizes = sorted({*_log_spaced(distinct).tolist(), *sizes})
     return {
         "distinct": distinct,

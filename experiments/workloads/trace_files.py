@@ -80,7 +80,9 @@ def resolve(workload: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
             f"{' that were chosen' if workload.columns or workload.T else ''}, got {len(sizes)}"
         )
     if sized and not all(sizes):
-        unsized_table = next(c.name for c, rows in zip(columns, sizes, strict=True) if not rows)
+        unsized_table = next(
+            column.name for column, rows in zip(columns, sizes, strict=True) if not rows
+        )
         raise TraceError(
             f"{path.name} does not say how many rows table {unsized_table} has: give workload.E=N "
             "(an id of N or more is then an error), or workload.E=N workload.ids=fold (rows are "
@@ -224,7 +226,7 @@ def _resolve_format(path: Path, requested: Format) -> Format:
     """Return the requested format; derive `auto` from the name, for .pt from the content."""
     if requested is not Format.auto:
         return requested
-    suffixes = [s for s in path.suffixes if s != ".gz"]
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     by_suffix = SUFFIXES.get(suffixes[-1] if suffixes else "")
     if by_suffix is not None:
         return by_suffix

@@ -156,9 +156,9 @@ class MappedReader(Reader):
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         tables = self.positions(names)
-        num_samples = min(self.samples[t] for t in tables)
+        num_samples = min(self.samples[table] for table in tables)
         for start in range(0, num_samples, size):
-            yield [self._bags(t, start, min(start + size, num_samples)) for t in tables]
+            yield [self._bags(table, start, min(start + size, num_samples)) for table in tables]
 
 
 class LineReader(Reader):
@@ -406,7 +406,7 @@ class ParquetReader(Reader):
 def _integers(values: list[int]) -> Integers:
     """Convert to int64, or to uint64 if an id exceeds the range of int64."""
     try:
-        if any(v > 2**63 - 1 for v in values):
+        if any(value > 2**63 - 1 for value in values):
             return np.array(values, np.uint64)
         return np.array(values, np.int64)
     except OverflowError:

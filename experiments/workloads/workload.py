@@ -87,12 +87,15 @@ def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[Table
     A table of a trace has 0 rows if their number is unknown, which is enough to analyse the trace.
     """
     rows = table_rows(workload)
-    return tuple(TableShape(max(1, int(r * scale)) if r else 0, workload.D) for r in rows)
+    return tuple(
+        TableShape(max(1, int(num_rows * scale)) if num_rows else 0, workload.D)
+        for num_rows in rows
+    )
 
 
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
     """Return the bytes of uncompressed float32 tables of these shapes."""
-    return sum(4 * s.rows * s.dim for s in shapes)
+    return sum(4 * shape.rows * shape.dim for shape in shapes)
 
 
 def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
@@ -100,7 +103,7 @@ def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
 
     It is rounded up, and at least 1.
     """
-    return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
+    return max(1, math.ceil(fraction * sum(shape.rows for shape in shapes) / WAYS))
 
 
 def make_pool(
@@ -132,7 +135,7 @@ def make_pool(
         digest.update(indices.tobytes())
         if workload.distribution is Distribution.trace:
             digest.update(offsets.tobytes())
-        num_columns = sum(s.dim for s in shapes)
+        num_columns = sum(shape.dim for shape in shapes)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         # Small gradients keep the weights near their initial values, however many steps are timed.
         gradient = torch.randn(workload.B, num_columns, generator=generator) / workload.B
@@ -141,7 +144,7 @@ def make_pool(
         raise trace_files.TraceError(
             f"{workload.file} has fewer than {workload.B:,} samples, one batch: lower workload.B"
         )
-    lookups = round(sum(b.indices.numel() for b in batches) / len(batches))
+    lookups = round(sum(batch.indices.numel() for batch in batches) / len(batches))
     return Pool(tuple(batches), lookups, num_unique / len(batches), digest.hexdigest(), num_folded)
 
 
@@ -150,15 +153,17 @@ def _lookups(
 ) -> Iterator[list[trace_files.TableBags]]:
     """Yield the batches, each a list of the bags of every table; arguments as for `make_pool`."""
     if workload.distribution is Distribution.trace:
-        are_tables_shrunk = [s.rows for s in shapes] != list(table_rows(workload))
+        are_tables_shrunk = [shape.rows for shape in shapes] != list(table_rows(workload))
         if are_tables_shrunk:  # ids beyond the shrunk tables are expected
             workload = dataclasses.replace(workload, ids=Ids.fold)
-        yield from trace_files.batches(workload, [s.rows for s in shapes], count)
+        yield from trace_files.batches(workload, [shape.rows for shape in shapes], count)
         return
     lengths = np.full(workload.B, workload.L, np.int64)
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        ids_by_feature = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
+        ids_by_feature = [
+            _feature_ids(rng, workload, shape, seed + f) for f, shape in enumerate(shapes)
+        ]
         yield [trace_files.TableBags(ids, lengths) for ids in ids_by_feature]
 
 
