@@ -402,7 +402,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
 
     @property
     def _input_dists(self) -> list[Any]:
-        return list(self.by_shape)
+        return list(self.tables_by_shape)
 
     _lookups = _output_dists = _input_dists
 

@@ -44,7 +44,7 @@ class CollectiveAwaitable(Awaitable[Tensor]):
     Args:
         received: the buffer.
         work: the `dist.Work` of the collective; None if `received` is complete.
-        sent: the tensor that the collective reads, which must live until it ends; None for none.
+        sent_values: the tensor that the collective reads, which must live until it ends.
         in_flight: the `_Collective` of `enter_collective`, which ends with the last reference to
             it; None on a GPU.
     """
@@ -53,28 +53,28 @@ class CollectiveAwaitable(Awaitable[Tensor]):
         self,
         received: Tensor,
         work: Any = None,
-        sent: Tensor | None = None,
+        sent_values: Tensor | None = None,
         *,
         in_flight: Any = None,
     ) -> None:
         super().__init__()
         self._received, self._work = received, work
-        self._in_flight, self._sent = in_flight, sent
+        self._in_flight, self._sent_values = in_flight, sent_values
 
     def _wait_impl(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
-            self._work = self._sent = self._in_flight = None
+            self._work = self._sent_values = self._in_flight = None
         return self._received
 
 
 def start_all_to_all(
-    sent: Tensor,
-    sizes: Sequence[int],
+    values: Tensor,
+    sent_sizes: Sequence[int],
     received_sizes: Sequence[int],
     ranks: RankGroup,
     *,
-    received: Tensor | None = None,
+    receive_buffer: Tensor | None = None,
     content: Content = Content.VALUES,
     encoding: int = 0,
     has_header: bool = True,
@@ -83,16 +83,16 @@ def start_all_to_all(
 
     In host memory a call with a header first compares headers, so it returns once all ranks have
     made it. IDS, WEIGHTS and ROWS never have a header: they follow the sizes of their batch. Nor do
-    calls on a GPU. With one rank, `sent` is copied.
+    calls on a GPU. With one rank, `values` are copied.
 
     Args:
-        sent: the messages to all ranks, flat, in rank order; must not change before the result is
-            awaited.
-        sizes: number of elements of the message to each rank.
+        values: the messages to all ranks, flat, in rank order; must not change before the result
+            is awaited.
+        sent_sizes: number of elements of the message to each rank.
         received_sizes: number of elements of the message from each rank.
         ranks: the ranks, which all make this call.
-        received: buffer for the messages, flat, in rank order, of the dtype and device of `sent`;
-            allocated if None.
+        receive_buffer: buffer for the messages, flat, in rank order, of the dtype and device of
+            `values`; allocated if None.
         content: kind of the message, the same on all ranks.
         encoding: number of the encoding of VALUES, which headers compare.
         has_header: whether ranks compare headers, if the content allows it. Pass False if ranks
@@ -104,40 +104,46 @@ def start_all_to_all(
             have had collectives over this process group in flight in host memory at the same time,
             now or earlier.
     """
-    sent = sent.contiguous()
-    if received is None:
-        received = sent.new_empty(sum(received_sizes))
+    values = values.contiguous()
+    if receive_buffer is None:
+        receive_buffer = values.new_empty(sum(received_sizes))
     if ranks.size == 1:
-        return _copied(sent, received)
-    in_flight = enter_collective(ranks) if sent.device.type == "cpu" else None
+        return _copy_to_self(values, receive_buffer)
+    in_flight = enter_collective(ranks) if values.device.type == "cpu" else None
     if in_flight is not None and has_header and content not in _CONTENTS_WITHOUT_HEADER:
-        itemsize = sent.element_size()
+        itemsize = values.element_size()
         Headers(
             [content, ALL_TO_ALL, encoding],
-            [n * itemsize for n in sizes],
-            [n * itemsize for n in received_sizes],
+            [size * itemsize for size in sent_sizes],
+            [size * itemsize for size in received_sizes],
             ranks,
         ).check()
     work = dist.all_to_all_single(
-        received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
+        receive_buffer,
+        values,
+        list(received_sizes),
+        list(sent_sizes),
+        group=ranks.group,
+        async_op=True,
     )
-    return CollectiveAwaitable(received, work, sent, in_flight=in_flight)
+    return CollectiveAwaitable(receive_buffer, work, values, in_flight=in_flight)
 
 
 def start_all_gather(
-    sent: Tensor,
-    sizes: Sequence[int],
+    values: Tensor,
+    received_sizes: Sequence[int],
     ranks: RankGroup,
     *,
     content: Content = Content.VALUES,
     encoding: int = 0,
     has_header: bool = True,
 ) -> CollectiveAwaitable:
-    """Start to send all of `sent` to every rank; return an awaitable of the values of all ranks.
+    """Start to send all of `values` to every rank; return an awaitable of the values of all ranks.
 
     Args:
-        sent: the values of this rank, flat.
-        sizes: number of elements from each rank; that of this rank is the size of `sent`.
+        values: the values of this rank, flat.
+        received_sizes: number of elements from each rank; that of this rank is the size of
+            `values`.
         ranks: the ranks, which all make this call.
         content: kind of the values, the same on all ranks.
         encoding: number of the encoding of VALUES, which headers compare.
@@ -150,27 +156,27 @@ def start_all_gather(
     Raises:
         RuntimeError: see `start_all_to_all`.
     """
-    sent = sent.contiguous()
-    received = sent.new_empty(sum(sizes))
+    values = values.contiguous()
+    receive_buffer = values.new_empty(sum(received_sizes))
     if ranks.size == 1:
-        return _copied(sent, received)
-    in_flight = enter_collective(ranks) if sent.device.type == "cpu" else None
+        return _copy_to_self(values, receive_buffer)
+    in_flight = enter_collective(ranks) if values.device.type == "cpu" else None
     if in_flight is not None and has_header:
-        itemsize = sent.element_size()
+        itemsize = values.element_size()
         Headers(
             [content, ALL_GATHER, encoding],
-            [sent.nbytes] * ranks.size,
-            [n * itemsize for n in sizes],
+            [values.nbytes] * ranks.size,
+            [size * itemsize for size in received_sizes],
             ranks,
         ).check()
-    messages = list(received.split(list(sizes)))
-    messages[ranks.rank].copy_(sent)
+    messages = list(receive_buffer.split(list(received_sizes)))
+    messages[ranks.rank].copy_(values)
     # Broadcasts, because gloo gathers only messages of equal sizes.
     works = [
         dist.broadcast(message, ranks.global_rank(rank), group=ranks.group, async_op=True)
         for rank, message in enumerate(messages)
     ]
-    return CollectiveAwaitable(received, _Works(works), in_flight=in_flight)
+    return CollectiveAwaitable(receive_buffer, _JointWork(works), in_flight=in_flight)
 
 
 def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
@@ -189,16 +195,17 @@ def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     return CollectiveAwaitable(values, work, in_flight=in_flight)
 
 
-def _copied(sent: Tensor, received: Tensor) -> CollectiveAwaitable:
+def _copy_to_self(values: Tensor, receive_buffer: Tensor) -> CollectiveAwaitable:
     """Copy the message of one rank to itself; raise RuntimeError if the sizes differ."""
-    if sent.numel() != received.numel():  # copy_ would repeat a message of one element
+    if values.numel() != receive_buffer.numel():  # copy_ would repeat a message of one element
         raise RuntimeError(
-            f"rank 0 sent {sent.numel()} elements where it expected {received.numel()} from itself"
+            f"rank 0 sent {values.numel()} elements where it expected "
+            f"{receive_buffer.numel()} from itself"
         )
-    return CollectiveAwaitable(received.copy_(sent))
+    return CollectiveAwaitable(receive_buffer.copy_(values))
 
 
-class _Works:
+class _JointWork:
     """Several `dist.Work`s with one `wait`."""
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -215,13 +222,13 @@ class _Works:
 class Message(NamedTuple):
     """The arguments of one all-to-all, see `start_all_to_all`.
 
-    Merged messages ignore `received`.
+    Merged messages ignore `receive_buffer`.
     """
 
-    sent: Tensor
-    sizes: Sequence[int]
+    values: Tensor
+    sent_sizes: Sequence[int]
     received_sizes: Sequence[int]
-    received: Tensor | None = None
+    receive_buffer: Tensor | None = None
 
 
 def start_all_to_alls(
@@ -242,46 +249,50 @@ def start_all_to_alls(
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [
             start_all_to_all(
-                message.sent,
-                message.sizes,
+                message.values,
+                message.sent_sizes,
                 message.received_sizes,
                 ranks,
-                received=message.received,
+                receive_buffer=message.receive_buffer,
                 content=content,
                 has_header=False,
             )
             for message in messages
         ]
-    flat = [message.sent.contiguous() for message in messages]
+    flat_values = [message.values.contiguous() for message in messages]
     widths = [1] * len(messages)
-    if any(values.dtype is not flat[0].dtype for values in flat):
-        widths = [values.element_size() for values in flat]
-        flat = [values.view(torch.uint8) for values in flat]
-    by_message = [
-        values.split([n * width for n in message.sizes])
-        for values, message, width in zip(flat, messages, widths, strict=True)
+    if any(values.dtype is not flat_values[0].dtype for values in flat_values):
+        widths = [values.element_size() for values in flat_values]
+        flat_values = [values.view(torch.uint8) for values in flat_values]
+    slices_by_message = [
+        values.split([size * width for size in message.sent_sizes])
+        for values, message, width in zip(flat_values, messages, widths, strict=True)
     ]
     # The sizes of all messages for rank 0, then for rank 1, and so on.
-    sizes, received_sizes = (
+    sent_sizes, received_sizes = (
         [
-            n * width
-            for rank_counts in zip(*counts, strict=True)
-            for n, width in zip(rank_counts, widths, strict=True)
+            size * width
+            for sizes_for_rank in zip(*sizes_by_message, strict=True)
+            for size, width in zip(sizes_for_rank, widths, strict=True)
         ]
-        for counts in ([m.sizes for m in messages], [m.received_sizes for m in messages])
+        for sizes_by_message in (
+            [message.sent_sizes for message in messages],
+            [message.received_sizes for message in messages],
+        )
     )
     num_messages = len(messages)  # to each rank
+    first_messages = range(0, len(sent_sizes), num_messages)  # to each rank
     pending = start_all_to_all(
-        torch.cat([part for parts in zip(*by_message, strict=True) for part in parts]),
-        [sum(sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
-        [sum(received_sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
+        torch.cat(list(chain.from_iterable(zip(*slices_by_message, strict=True)))),
+        [sum(sent_sizes[i : i + num_messages]) for i in first_messages],
+        [sum(received_sizes[i : i + num_messages]) for i in first_messages],
         ranks,
         content=content,
         has_header=False,
     ).then(lambda received: received.split(received_sizes))
 
     def received_message(index: int) -> Tensor:
-        return torch.cat(pending.wait()[index::num_messages]).view(messages[index].sent.dtype)
+        return torch.cat(pending.wait()[index::num_messages]).view(messages[index].values.dtype)
 
     return [DeferredAwaitable(partial(received_message, index)) for index in range(num_messages)]
 
@@ -315,36 +326,36 @@ def start_sizes(
     kind = [Content.SIZES, ALL_TO_ALL, len(received_sizes)]
     if ranks.device.type == "cpu":
         compact_lists = [
-            [number for list_ in rank_lists for number in _trim_repeats(list_)]
+            [number for one_list in rank_lists for number in _trim_repeats(one_list)]
             for rank_lists in lists
         ]
         numbers = [*common, *map(len, compact_lists), *chain.from_iterable(compact_lists)]
         headers = Headers(kind, [0] * ranks.size, [0] * ranks.size, ranks, numbers)
-        received = headers.check()
-        if received is not None:
+        numbers_by_rank = headers.check()
+        if numbers_by_rank is not None:
             return ReadyAwaitable(
                 [
                     _parse_numbers(numbers, len(common), received_sizes, ranks)
-                    for numbers in received
+                    for numbers in numbers_by_rank
                 ]
             )
     payloads = [[*common, *chain.from_iterable(rank_lists)] for rank_lists in lists]
-    size = len(common) + sum(received_sizes)
+    num_received = len(common) + sum(received_sizes)
     pending = start_all_to_all(
         torch.tensor(list(chain.from_iterable(payloads)), device=ranks.device),
         [len(numbers) for numbers in payloads],
-        [size] * ranks.size,
+        [num_received] * ranks.size,
         ranks,
         content=Content.SIZES,
         has_header=False,
     )
 
     def split() -> list[tuple[list[int], list[list[int]]]]:
-        numbers_of_ranks = pending.wait().view(ranks.size, size).tolist()
+        numbers_by_rank = pending.wait().view(ranks.size, num_received).tolist()
         bounds = list(accumulate(received_sizes, initial=len(common)))
         return [
-            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(bounds)])
-            for numbers in numbers_of_ranks
+            (sizes[: len(common)], [sizes[begin:end] for begin, end in pairwise(bounds)])
+            for sizes in numbers_by_rank
         ]
 
     return DeferredAwaitable(split)
@@ -362,20 +373,21 @@ def _trim_repeats(numbers: Sequence[int]) -> list[int]:
 
 
 def _parse_numbers(
-    numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
+    numbers: list[int], num_common: int, list_sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
     """Split the numbers of one rank into the common numbers and the lists for this rank.
 
     `numbers` are the common numbers, the count of numbers for each rank, then the numbers for rank
-    0, 1 and so on, as lists of `_trim_repeats`. `sizes` are the lengths of the lists of this rank.
+    0, 1 and so on, as lists of `_trim_repeats`. `list_sizes` are the lengths of the lists of this
+    rank.
     """
-    begin = num_common + ranks.size
-    position = begin + sum(numbers[num_common : num_common + ranks.rank])
+    first_position = num_common + ranks.size
+    position = first_position + sum(numbers[num_common : num_common + ranks.rank])
     lists = []
-    for size in sizes:
+    for list_size in list_sizes:
         count = numbers[position]
         numbers_of_list = numbers[position + 1 : position + 1 + count]
-        lists.append(numbers_of_list + numbers_of_list[-1:] * (size - count))
+        lists.append(numbers_of_list + numbers_of_list[-1:] * (list_size - count))
         position += 1 + count
     return numbers[:num_common], lists
 
@@ -384,14 +396,14 @@ def _parse_numbers(
 
 
 class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
-    """An all-to-all in flight, whose result has a gradient if `sent` needs one.
+    """An all-to-all in flight, whose result has a gradient if `values` need one.
 
     Its backward is an all-to-all of the gradient with a header, so all ranks must make it. If
     gradients are disabled during the first `wait`, the result has no gradient.
 
     Args:
-        sent: the sent values with their autograd history.
-        sizes: number of elements to each rank.
+        values: the sent values with their autograd history.
+        sent_sizes: number of elements to each rank.
         received_sizes: number of elements from each rank.
         ranks: the ranks of the all-to-all.
         pending: the all-to-all of the detached values, started already.
@@ -399,20 +411,20 @@ class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
 
     def __init__(
         self,
-        sent: Tensor,
-        sizes: Sequence[int],
+        values: Tensor,
+        sent_sizes: Sequence[int],
         received_sizes: Sequence[int],
         ranks: RankGroup,
         pending: Awaitable[Tensor],
     ) -> None:
         super().__init__()
-        self._sent, self._pending = sent, pending
-        self._sizes_and_ranks = tuple(sizes), tuple(received_sizes), ranks
+        self._values, self._pending = values, pending
+        self._sizes_and_ranks = tuple(sent_sizes), tuple(received_sizes), ranks
 
     def _wait_impl(self) -> Tensor:
-        if not (self._sent.requires_grad and torch.is_grad_enabled()):
+        if not (self._values.requires_grad and torch.is_grad_enabled()):
             return self._pending.wait()
-        result: Tensor = _AllToAll.apply(self._sent, self._pending, *self._sizes_and_ranks)
+        result: Tensor = _AllToAll.apply(self._values, self._pending, *self._sizes_and_ranks)
         return result
 
 
@@ -422,13 +434,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sent: Tensor,  # connects the result to autograd
+        values: Tensor,  # connects the result to autograd
         pending: Awaitable[Tensor],
-        sizes: Any,
+        sent_sizes: Any,
         received_sizes: Any,
         ranks: RankGroup,
     ) -> Tensor:
-        ctx.sizes, ctx.received_sizes, ctx.ranks = sizes, received_sizes, ranks
+        ctx.sent_sizes, ctx.received_sizes, ctx.ranks = sent_sizes, received_sizes, ranks
         return pending.wait()
 
     @staticmethod
@@ -437,7 +449,7 @@ class _AllToAll(torch.autograd.Function):
         pending = start_all_to_all(
             grad.contiguous(),
             ctx.received_sizes,
-            ctx.sizes,
+            ctx.sent_sizes,
             ctx.ranks,
             content=Content.GRADIENTS,
         )

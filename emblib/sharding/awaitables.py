@@ -38,7 +38,7 @@ class Awaitable(Generic[T]):
             try:
                 self._result = self._finish()
             except BaseException as error:
-                self._result = _Failure.of(error)
+                self._result = _Failure.from_error(error)
                 raise
         elif type(self._result) is _Failure:
             raise self._result.error
@@ -138,7 +138,7 @@ class LazyAwaitable(Awaitable[T]):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a torch function with awaitables replaced by their results, see `wait_all`."""
-        return function(*map(wait_all, args), **{k: wait_all(v) for k, v in (kwargs or {}).items()})
+        return function(*map(wait_all, args), **wait_all(kwargs or {}))
 
     def __getitem__(self, key: Any) -> Any:
         return self.wait()[key]  # type: ignore[index]
@@ -201,7 +201,7 @@ def wait_all(value: Any) -> Any:
     if type(value) is tuple or type(value) is list:
         return type(value)(map(wait_all, value))
     if type(value) is dict:
-        return {key: wait_all(item) for key, item in value.items()}
+        return {key: wait_all(element) for key, element in value.items()}
     return value
 
 
@@ -212,7 +212,7 @@ class _Failure:
         self.error = error
 
     @classmethod
-    def of(cls, error: BaseException) -> _Failure:
+    def from_error(cls, error: BaseException) -> _Failure:
         """Return the failure of a wait that ended with an error."""
         if isinstance(error, Exception):
             return cls(error)
@@ -223,22 +223,22 @@ class _Failure:
 _PENDING = object()  # no result yet; None may be a result
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator_method(name: str) -> Callable[..., Any]:
     """Return a method that applies a unary or binary operator to the awaited result."""
-    act = getattr(operator, f"__{name}__")
+    operation = getattr(operator, f"__{name}__")
 
     def method(self: LazyAwaitable[Any], *others: Any) -> Any:
-        return act(self.wait(), *map(wait_all, others))
+        return operation(self.wait(), *map(wait_all, others))
 
     return method
 
 
-def _reflected(name: str) -> Callable[..., Any]:
+def _reflected_method(name: str) -> Callable[..., Any]:
     """Return a method that applies a binary operator with the awaited result on the right."""
-    act = getattr(operator, f"__{name}__")
+    operation = getattr(operator, f"__{name}__")
 
     def method(self: LazyAwaitable[Any], other: Any) -> Any:
-        return act(wait_all(other), self.wait())
+        return operation(wait_all(other), self.wait())
 
     return method
 
@@ -248,6 +248,6 @@ _ARITHMETIC = (
     *("and", "or", "xor", "lshift", "rshift"),
 )
 for _name in (*_ARITHMETIC, *("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge")):
-    setattr(LazyAwaitable, f"__{_name}__", _operator(_name))
+    setattr(LazyAwaitable, f"__{_name}__", _operator_method(_name))
 for _name in _ARITHMETIC:
-    setattr(LazyAwaitable, f"__r{_name}__", _reflected(_name))
+    setattr(LazyAwaitable, f"__r{_name}__", _reflected_method(_name))

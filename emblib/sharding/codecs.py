@@ -229,7 +229,7 @@ class _ScaledRows(Codec):
 
     def payload_splits(self, splits: Sequence[int]) -> list[int]:
         """Implement `Codec`."""
-        return [-(-n // self.row_dim) * (self.row_dim + _SCALE_BYTES) for n in splits]
+        return [-(-size // self.row_dim) * (self.row_dim + _SCALE_BYTES) for size in splits]
 
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Implement `Codec`."""
@@ -266,20 +266,22 @@ class _ScaledRows(Codec):
 
     def _padded_rows(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Return `[rows, row_dim]` float32, in which every split begins a row."""
-        if any(n % self.row_dim for n in splits):
-            padded = [-(-n // self.row_dim) * self.row_dim for n in splits]
-            source, values = values, values.new_zeros(sum(padded), dtype=torch.float32)
-            for target, split in zip(values.split(padded), source.split(list(splits)), strict=True):
-                target[: split.numel()] = split
+        if any(size % self.row_dim for size in splits):
+            padded_sizes = [-(-size // self.row_dim) * self.row_dim for size in splits]
+            source, values = values, values.new_zeros(sum(padded_sizes), dtype=torch.float32)
+            for target, block in zip(
+                values.split(padded_sizes), source.split(list(splits)), strict=True
+            ):
+                target[: block.numel()] = block
         return values.float().view(-1, self.row_dim)
 
     def _without_padding(self, values: Tensor, splits: Sequence[int]) -> Tensor:
         """Return values without the zeros that pad each split to whole rows."""
-        if not any(n % self.row_dim for n in splits):
+        if not any(size % self.row_dim for size in splits):
             return values
-        padded = [-(-n // self.row_dim) * self.row_dim for n in splits]
-        blocks = zip(values.split(padded), splits, strict=True)
-        return torch.cat([split[:n] for split, n in blocks])
+        padded_sizes = [-(-size // self.row_dim) * self.row_dim for size in splits]
+        blocks = zip(values.split(padded_sizes), splits, strict=True)
+        return torch.cat([block[:size] for block, size in blocks])
 
 
 @dataclass(frozen=True)
@@ -459,41 +461,42 @@ class SentValues(NamedTuple):
 
     Attributes:
         values: values to send, in rank order.
-        sizes: number of values to each rank.
+        sent_sizes: number of values to each rank.
         received_sizes: number of values from each rank.
         codec: codec of the values.
-        received: buffer for the incoming payload, only with `FP32`; allocated if None. Not used
-            if `ReceivedValues.local` is set or messages are merged.
+        receive_buffer: buffer for the incoming payload, only with `FP32`; allocated if None.
+            Not used if `ReceivedValues.local` is set or messages are merged.
         needs_one_tensor: whether the result must be one tensor that includes the values of this
             rank, so that `ReceivedValues.local` is None.
     """
 
     values: Tensor
-    sizes: Sequence[int]
+    sent_sizes: Sequence[int]
     received_sizes: Sequence[int]
     codec: Codec
-    received: Tensor | None = None
+    receive_buffer: Tensor | None = None
     needs_one_tensor: bool = False
 
     def nbytes(self) -> tuple[list[int], list[int]]:
         """Return the number of bytes of the messages to each rank, and from each rank."""
-        width = self.codec.payload_dtype(self.values.dtype).itemsize
-        sent_splits, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
-        return [n * width for n in sent_splits], [n * width for n in received]
+        itemsize = self.codec.payload_dtype(self.values.dtype).itemsize
+        sent_nbytes, received_nbytes = (
+            [size * itemsize for size in self.codec.payload_splits(sizes)]
+            for sizes in (self.sent_sizes, self.received_sizes)
+        )
+        return sent_nbytes, received_nbytes
 
     def encode(self) -> Message:
         """Return the message with the encoded values."""
         splits = self.codec.payload_splits
-        payload = self.codec.encode(self.values, list(self.sizes))
-        return Message(payload, splits(self.sizes), splits(self.received_sizes), self.received)
+        payload = self.codec.encode(self.values, list(self.sent_sizes))
+        return Message(
+            payload, splits(self.sent_sizes), splits(self.received_sizes), self.receive_buffer
+        )
 
 
 def start_sending(
-    batch: Sequence[SentValues],
-    ranks: RankGroup,
-    *,
-    content: Content,
-    is_merged: bool,
+    messages_to_send: Sequence[SentValues], ranks: RankGroup, *, content: Content, is_merged: bool
 ) -> list[Awaitable[ReceivedValues]]:
     """Start all-to-alls of values without headers; return awaitables of the decoded values.
 
@@ -503,7 +506,7 @@ def start_sending(
     this rank itself are always sent.
 
     Args:
-        batch: the values of each message, as many on all ranks.
+        messages_to_send: the values of each message, as many on all ranks.
         ranks: the ranks, which all make this call.
         content: ROWS or GRADIENTS.
         is_merged: whether all messages travel in one collective, see `start_all_to_alls`.
@@ -511,26 +514,27 @@ def start_sending(
     Raises:
         RuntimeError: see `start_all_to_alls`.
     """
-    messages, results = [], []
-    for values in batch:
-        message, unsent = values.encode(), None
+    messages, decoders = [], []
+    for values in messages_to_send:
+        message, kept_slice = values.encode(), None
         can_keep_local = content is Content.ROWS and not is_merged and not values.needs_one_tensor
-        if can_keep_local and _is_read_directly(values.codec, message.sent):
-            unsent = local_slice(message.sizes, ranks)
-        sizes, local, begin = list(values.received_sizes), None, 0
-        if unsent is not None:
-            local, begin = unsent.select(message.sent), sum(sizes[: ranks.rank])
-            sent, received = (
-                without_local_size(all_sizes, ranks)
-                for all_sizes in (message.sizes, message.received_sizes)
+        if can_keep_local and _is_read_directly(values.codec, message.values):
+            kept_slice = local_slice(message.sent_sizes, ranks)
+        received_sizes, local, local_begin = list(values.received_sizes), None, 0
+        if kept_slice is not None:
+            local_begin = sum(received_sizes[: ranks.rank])
+            local = kept_slice.select(message.values)
+            message = Message(
+                kept_slice.select_others(message.values),
+                without_local_size(message.sent_sizes, ranks),
+                without_local_size(message.received_sizes, ranks),
             )
-            message = Message(unsent.select_others(message.sent), sent, received)
         messages.append(message)
-        results.append(partial(_wait_and_decode, values.codec, sizes, local, begin))
+        decoders.append(partial(_wait_and_decode, values.codec, received_sizes, local, local_begin))
     pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
     return [
-        DeferredAwaitable(partial(result, awaitable))
-        for result, awaitable in zip(results, pending, strict=True)
+        DeferredAwaitable(partial(decode, awaitable))
+        for decode, awaitable in zip(decoders, pending, strict=True)
     ]
 
 
@@ -541,17 +545,17 @@ def _is_read_directly(codec: Codec, payload: Tensor) -> bool:
 
 def _wait_and_decode(
     codec: Codec,
-    sizes: list[int],
+    received_sizes: list[int],
     local: Tensor | None,
     local_begin: int,
     pending: Awaitable[Tensor],
 ) -> ReceivedValues:
     """Wait for a payload and decode it, unless kernels can read it as it is.
 
-    `sizes` are the numbers of values from each rank; `local` and `local_begin` are those of
-    `ReceivedValues`.
+    `received_sizes` are the numbers of values from each rank; `local` and `local_begin` are those
+    of `ReceivedValues`.
     """
     payload = pending.wait()
     if _is_read_directly(codec, payload):
         return ReceivedValues(payload, local, local_begin)
-    return ReceivedValues(codec.decode(payload, sizes, torch.float32))
+    return ReceivedValues(codec.decode(payload, received_sizes, torch.float32))

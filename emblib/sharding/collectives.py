@@ -32,6 +32,7 @@ import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
@@ -75,21 +76,23 @@ def alltoall_pooled(
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
     _check_matrix(values, sum(batch_sizes), "the sum of batch_sizes")
-    width, batch = columns[ranks.rank], batch_sizes[ranks.rank]
-    if values.size(1) != width:
+    num_local_columns, num_examples = columns[ranks.rank], batch_sizes[ranks.rank]
+    if values.size(1) != num_local_columns:
         raise ValueError(
-            f"values must have {width} columns, columns[{ranks.rank}] of this rank: "
+            f"values must have {num_local_columns} columns, columns[{ranks.rank}] of this rank: "
             f"got {values.size(1)}"
         )
-    received_elements = [batch * n for n in columns]
+    received_elements = [num_examples * num_columns for num_columns in columns]
 
     def join_columns(received: Tensor) -> Tensor:
         blocks = zip(received.split(received_elements), columns, strict=True)
-        return torch.cat([block.view(batch, n) for block, n in blocks], 1)
+        return torch.cat(
+            [block.view(num_examples, num_columns) for block, num_columns in blocks], 1
+        )
 
     return _start_collective(
         values,
-        [n * width for n in batch_sizes],
+        [batch_size * num_local_columns for batch_size in batch_sizes],
         received_elements,
         ranks,
         pattern=_Pattern.PARTS,
@@ -131,11 +134,11 @@ def alltoallv(
     _check_floating(dtype)
     for tensor in values:
         _check_matrix(tensor, sum(batch_sizes), "the sum of batch_sizes")
-    local_widths = [tensor.size(1) for tensor in values]
-    if local_widths != list(columns[ranks.rank]):
+    local_columns = [tensor.size(1) for tensor in values]
+    if local_columns != list(columns[ranks.rank]):
         raise ValueError(
             f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
-            f"got {local_widths}"
+            f"got {local_columns}"
         )
     if any(tensor.dtype != dtype for tensor in values):
         raise TypeError(
@@ -144,22 +147,22 @@ def alltoallv(
         )
     empty = torch.empty(sum(batch_sizes), 0, dtype=dtype, device=ranks.device, requires_grad=True)
     joined = torch.cat(list(values), 1) if values else empty
-    widths = list(itertools.chain(*columns))
+    columns_of_tables = list(itertools.chain(*columns))
     awaitable = alltoall_pooled(
         joined,
         batch_sizes,
-        [sum(n) for n in columns],
+        [sum(table_columns) for table_columns in columns],
         ranks,
         comm_precision=comm_precision,
         gradients=gradients,
     )
-    return awaitable.then(lambda received: list(received.split(widths, 1)))
+    return awaitable.then(lambda received: list(received.split(columns_of_tables, 1)))
 
 
 def variable_batch_alltoall_pooled(
     values: Tensor,
     batch_sizes: Sequence[Sequence[int]],
-    batch_sizes_here: Sequence[int],
+    local_batch_sizes: Sequence[int],
     columns: Sequence[Sequence[int]],
     ranks: RankGroup,
     *,
@@ -173,7 +176,7 @@ def variable_batch_alltoall_pooled(
             `columns[rank][f]` columns.
         batch_sizes: `batch_sizes[r][f]` is the number of examples of rank r for feature f of this
             rank.
-        batch_sizes_here: number of examples of this rank for each feature of rank 0, 1, and so on.
+        local_batch_sizes: number of examples of this rank for each feature of rank 0, 1, and so on.
         columns: number of columns of each feature of each rank.
         ranks: the processes, which all call this.
         comm_precision: the codecs.
@@ -181,20 +184,19 @@ def variable_batch_alltoall_pooled(
 
     Returns:
         An awaitable of a flat tensor: for each feature of rank 0, 1, and so on, the rows of this
-        rank's examples, as many as `batch_sizes_here` says.
+        rank's examples, as many as `local_batch_sizes` says.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    local_widths = columns[ranks.rank]
-    for r, rows_of_rank in enumerate(batch_sizes):
-        if len(rows_of_rank) != len(local_widths):
+    local_columns = columns[ranks.rank]
+    for rank, rank_batch_sizes in enumerate(batch_sizes):
+        if len(rank_batch_sizes) != len(local_columns):
             raise ValueError(
-                f"batch_sizes[{r}] must have an entry for each of the {len(local_widths)} features "
-                f"of this rank, as columns[{ranks.rank}] has: got {list(rows_of_rank)}"
+                f"batch_sizes[{rank}] must have an entry for each of the {len(local_columns)} "
+                f"features of this rank, as columns[{ranks.rank}] has: got {list(rank_batch_sizes)}"
             )
     sent_elements = [
-        sum(n * d for n, d in zip(rows_of_rank, local_widths, strict=True))
-        for rows_of_rank in batch_sizes
+        sum(map(mul, rank_batch_sizes, local_columns)) for rank_batch_sizes in batch_sizes
     ]
     if list(values.shape) != [sum(sent_elements)]:
         raise ValueError(
@@ -202,13 +204,15 @@ def variable_batch_alltoall_pooled(
             f"columns[{ranks.rank}]: got {list(values.shape)}"
         )
     num_features = sum(map(len, columns))
-    if len(batch_sizes_here) != num_features:
+    if len(local_batch_sizes) != num_features:
         raise ValueError(
-            f"batch_sizes_here must have an entry for each of the {num_features} features of all "
-            f"ranks: got {len(batch_sizes_here)}"
+            f"local_batch_sizes must have an entry for each of the {num_features} features of all "
+            f"ranks: got {len(local_batch_sizes)}"
         )
-    rows = iter(batch_sizes_here)
-    received_elements = [sum(next(rows) * d for d in row) for row in columns]
+    sizes = iter(local_batch_sizes)
+    received_elements = [
+        sum(next(sizes) * num_columns for num_columns in rank_columns) for rank_columns in columns
+    ]
     return _start_collective(
         values,
         sent_elements,
@@ -245,10 +249,10 @@ def alltoall_sequence(
     _check_ranks("sizes", sizes, ranks)
     _check_ranks("received_sizes", received_sizes, ranks)
     _check_matrix(values, sum(sizes), "the sum of sizes")
-    width = values.size(1)
-    sent_elements = [n * width for n in sizes]
-    received_elements = [n * width for n in received_sizes]
-    rows = sum(received_sizes)
+    num_columns = values.size(1)
+    sent_elements = [size * num_columns for size in sizes]
+    received_elements = [size * num_columns for size in received_sizes]
+    num_rows = sum(received_sizes)
     return _start_collective(
         values,
         sent_elements,
@@ -257,7 +261,7 @@ def alltoall_sequence(
         pattern=_Pattern.PARTS,
         comm_precision=comm_precision,
         gradients=gradients,
-    ).then(lambda received_rows: received_rows.view(rows, width))
+    ).then(lambda received_rows: received_rows.view(num_rows, num_columns))
 
 
 def reduce_scatter_pooled(
@@ -278,10 +282,10 @@ def reduce_scatter_pooled(
     shapes = [list(tensor.shape) for tensor in values]
     if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
         raise ValueError(f"values must be matrices [B[r], D] of one D, got shapes {shapes}")
-    sizes = [tensor.size(0) for tensor in values]
+    batch_sizes = [tensor.size(0) for tensor in values]
     all_values = torch.cat(list(values))
     return reduce_scatter_v_pooled(
-        all_values, sizes, ranks, comm_precision=comm_precision, gradients=gradients
+        all_values, batch_sizes, ranks, comm_precision=comm_precision, gradients=gradients
     )
 
 
@@ -309,9 +313,9 @@ def reduce_scatter_base_pooled(
             f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
             "in all; with other numbers use reduce_scatter_v_pooled"
         )
-    sizes = [values.size(0) // ranks.size] * ranks.size
+    batch_sizes = [values.size(0) // ranks.size] * ranks.size
     return reduce_scatter_v_pooled(
-        values, sizes, ranks, comm_precision=comm_precision, gradients=gradients
+        values, batch_sizes, ranks, comm_precision=comm_precision, gradients=gradients
     )
 
 
@@ -337,16 +341,16 @@ def reduce_scatter_v_pooled(
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_matrix(values, sum(batch_sizes), "the sum of batch_sizes")
-    width, batch = values.size(1), batch_sizes[ranks.rank]
+    num_columns, num_examples = values.size(1), batch_sizes[ranks.rank]
     return _start_collective(
         values,
-        [n * width for n in batch_sizes],
-        [batch * width] * ranks.size,
+        [size * num_columns for size in batch_sizes],
+        [num_examples * num_columns] * ranks.size,
         ranks,
         pattern=_Pattern.SUMS,
         comm_precision=comm_precision,
         gradients=gradients,
-    ).then(lambda sums: sums.view(batch, width))
+    ).then(lambda sums: sums.view(num_examples, num_columns))
 
 
 def all_gather_base_pooled(
@@ -373,16 +377,16 @@ def all_gather_base_pooled(
     sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
     _check_ranks("batch_sizes", sizes, ranks)
     _check_matrix(values, sizes[ranks.rank], f"batch_sizes[{ranks.rank}] of this rank")
-    width, rows = values.size(1), sum(sizes)
+    num_columns, num_rows = values.size(1), sum(sizes)
     return _start_collective(
         values,
         [values.numel()] * ranks.size,
-        [n * width for n in sizes],
+        [size * num_columns for size in sizes],
         ranks,
         pattern=_Pattern.COPIES,
         comm_precision=comm_precision,
         gradients=gradients,
-    ).then(lambda received_rows: received_rows.view(rows, width))
+    ).then(lambda received_rows: received_rows.view(num_rows, num_columns))
 
 
 def _start_collective(
@@ -398,10 +402,12 @@ def _start_collective(
     """Start a collective whose backward is the opposite one; numbers of elements are per rank."""
     comm_precision = check_comm_precision(comm_precision)
     _check_floating(values.dtype)
-    sent, received = tuple(sent_elements), tuple(received_elements)
+    sent_sizes, received_sizes = tuple(sent_elements), tuple(received_elements)
     directions = (
-        _Direction(pattern, sent, received, comm_precision.forward, ranks),
-        _Direction(_BACKWARD_PATTERNS[pattern], received, sent, comm_precision.backward, ranks),
+        _Direction(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
+        _Direction(
+            _BACKWARD_PATTERNS[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks
+        ),
     )
     return _CollectiveAwaitable(values, _CollectiveState(directions, GradientReduction(gradients)))
 
@@ -436,14 +442,14 @@ class _Direction:
 
     def start(self, values: Tensor) -> Any:
         """Start to send flat `values`: those for each rank, or for COPIES those for all ranks."""
-        splits, encoding = self.codec.payload_splits, _encoding(self.codec, values.dtype)
+        splits, encoding = self.codec.payload_splits, _encoding_checksum(self.codec, values.dtype)
         if self.pattern is _Pattern.COPIES:
             payload = self.codec.encode(values, self.sent_sizes[:1])
             received_sizes = splits(self.received_sizes)
             return start_all_gather(payload, received_sizes, self.ranks, encoding=encoding)
         payload = self.codec.encode(values, self.sent_sizes)
-        sizes, received_sizes = splits(self.sent_sizes), splits(self.received_sizes)
-        return start_all_to_all(payload, sizes, received_sizes, self.ranks, encoding=encoding)
+        sent_sizes, received_sizes = splits(self.sent_sizes), splits(self.received_sizes)
+        return start_all_to_all(payload, sent_sizes, received_sizes, self.ranks, encoding=encoding)
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
         """Wait for the collective; return the values of all ranks, or their sum, in `dtype`."""
@@ -451,10 +457,10 @@ class _Direction:
             return self.codec.decode(pending.wait(), self.received_sizes, dtype)
         sum_dtype = torch.promote_types(dtype, torch.float32)
         values = self.codec.decode(pending.wait(), self.received_sizes, sum_dtype)
-        by_rank = values.view(self.ranks.size, -1)
-        total = by_rank[0].clone()
-        for values_of_rank in by_rank[1:]:
-            total.add_(values_of_rank)
+        values_by_rank = values.view(self.ranks.size, -1)
+        total = values_by_rank[0].clone()
+        for rank_values in values_by_rank[1:]:
+            total.add_(rank_values)
         return total.to(dtype)
 
 
@@ -478,67 +484,67 @@ class _StartNode(torch.autograd.Function):
     """Sends values; backward waits for their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, call: _CollectiveState) -> Tensor:
+    def forward(ctx: Any, values: Tensor, state: _CollectiveState) -> Tensor:
         """Return an empty tensor, which connects the end to the start in autograd."""
-        ctx.call = call
-        call.pending, call.dtype = call.forward.start(values), values.dtype
+        ctx.state = state
+        state.pending, state.dtype = state.forward.start(values), values.dtype
         return values.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Wait for the gradient of the sent values."""
-        call: _CollectiveState = ctx.call
-        pending, call.pending = call.pending, None
-        result = call.backward.finish(pending, call.dtype)
-        return (result.div_(call.divisor) if call.divisor > 1 else result), None
+        state: _CollectiveState = ctx.state
+        pending, state.pending = state.pending, None
+        result = state.backward.finish(pending, state.dtype)
+        return (result.div_(state.divisor) if state.divisor > 1 else result), None
 
 
 class _EndNode(torch.autograd.Function):
     """Waits for values; backward sends their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, call: _CollectiveState) -> Tensor:
+    def forward(ctx: Any, token: Tensor, state: _CollectiveState) -> Tensor:
         """Wait for the values."""
-        ctx.call = call
-        pending, call.pending = call.pending, None
-        return call.forward.finish(pending, call.dtype)
+        ctx.state = state
+        pending, state.pending = state.pending, None
+        return state.forward.finish(pending, state.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Start sending the gradient; `_StartNode.backward` waits for it."""
-        ctx.call.pending = ctx.call.backward.start(grad.contiguous().view(-1))
+        ctx.state.pending = ctx.state.backward.start(grad.contiguous().view(-1))
         return grad.new_empty(0), None
 
 
 class _CollectiveAwaitable(Awaitable[Tensor]):
     """A collective with a gradient; its result is flat."""
 
-    def __init__(self, values: Tensor, call: _CollectiveState) -> None:
+    def __init__(self, values: Tensor, state: _CollectiveState) -> None:
         super().__init__()
-        self._call = call
-        self._token: Tensor = _StartNode.apply(values.reshape(-1), call)
+        self._state = state
+        self._token: Tensor = _StartNode.apply(values.reshape(-1), state)
 
     def _wait_impl(self) -> Tensor:
-        result: Tensor = _EndNode.apply(self._token, self._call)
+        result: Tensor = _EndNode.apply(self._token, self._state)
         return result
 
 
-def _encoding(codec: Codec, dtype: torch.dtype) -> int:
+def _encoding_checksum(codec: Codec, dtype: torch.dtype) -> int:
     """Return a checksum of a codec and the dtype of its values, the same in all processes."""
     text = str(codec)
     name = type(codec).__name__ if " at 0x" in text else text
     return zlib.crc32(f"{name} {dtype}".encode())
 
 
-def _check_ranks(name: str, per_rank: Sequence[Any], ranks: RankGroup) -> None:
-    if len(per_rank) != ranks.size:
+def _check_ranks(name: str, values_by_rank: Sequence[Any], ranks: RankGroup) -> None:
+    if len(values_by_rank) != ranks.size:
         raise ValueError(
-            f"{name} must have an entry for each of {ranks.size} ranks: got {per_rank}"
+            f"{name} must have an entry for each of {ranks.size} ranks: got {values_by_rank}"
         )
-    if any(isinstance(size, int | float) and size < 0 for size in per_rank):
-        raise ValueError(f"{name} must be >= 0, got {per_rank}")
+    if any(isinstance(value, int | float) and value < 0 for value in values_by_rank):
+        raise ValueError(f"{name} must be >= 0, got {values_by_rank}")
 
 
 def _check_floating(dtype: torch.dtype) -> None:
@@ -546,11 +552,11 @@ def _check_floating(dtype: torch.dtype) -> None:
         raise TypeError(f"values must be floating, got {dtype}")
 
 
-def _check_matrix(values: Tensor, rows: int | None = None, expected_rows: str = "") -> None:
-    """Raise ValueError unless `values` is a matrix, of `rows` rows if they are not None.
+def _check_matrix(values: Tensor, num_rows: int | None = None, num_rows_name: str = "") -> None:
+    """Raise ValueError unless `values` is a matrix, of `num_rows` rows if it is not None.
 
-    `expected_rows` names the number of rows by the arguments of the caller.
+    `num_rows_name` names the number of rows by the arguments of the caller.
     """
-    if values.dim() != 2 or rows not in (None, values.size(0)):
-        expected = "" if rows is None else f" and {rows} rows, {expected_rows}"
+    if values.dim() != 2 or num_rows not in (None, values.size(0)):
+        expected = "" if num_rows is None else f" and {num_rows} rows, {num_rows_name}"
         raise ValueError(f"values must have 2 dimensions{expected}: got {list(values.shape)}")

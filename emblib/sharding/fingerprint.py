@@ -76,10 +76,10 @@ def agree(
         leaves = {} if describe is None else _leaves(describe(result))
     except Exception as raised:
         error = error or raised
-    failure = None if error is None else f"{type(error).__name__}: {error}"
-    gathered = ranks.gather_objects((_digest(leaves), failure))
-    if any(report != (gathered[0][0], None) for report in gathered):
-        failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
+    failure_text = None if error is None else f"{type(error).__name__}: {error}"
+    reports = ranks.gather_objects((_digest(leaves), failure_text))
+    if any(report != (reports[0][0], None) for report in reports):
+        failures = {rank: text for rank, (_, text) in enumerate(reports) if text is not None}
         differences = _differences(ranks.gather_objects(leaves), failures.keys())
         _raise_disagreement(differences, failures, error)
     return result  # type: ignore[return-value]
@@ -89,7 +89,7 @@ def _raise_disagreement(
     differences: list[str], failures: Mapping[int, str], error: Exception | None
 ) -> None:
     """Raise one error that names the differences and the ranks that failed."""
-    failed = "; ".join(f"rank {rank} failed: {text}" for rank, text in failures.items())
+    failure_text = "; ".join(f"rank {rank} failed: {text}" for rank, text in failures.items())
     if differences:
         differences_shown = differences[:_MAX_DIFFERENCES]
         if len(differences_shown) < len(differences):
@@ -97,43 +97,43 @@ def _raise_disagreement(
         raise ValueError(
             "tables, plan, optimizers, settings and versions must be the same on all ranks, and "
             f"are not: {'; '.join(differences_shown)}. Start all ranks with the same code, "
-            f"configuration and seeds{f' ({failed})' if failed else ''}"
+            f"configuration and seeds{f' ({failure_text})' if failure_text else ''}"
         ) from error
     if error is not None:
         raise error
-    raise RuntimeError(failed)
+    raise RuntimeError(failure_text)
 
 
-def _differences(by_rank: Sequence[_Leaves], failed: Collection[int]) -> list[str]:
-    """Return a text per value that differs between ranks; the ranks `failed` may lack values."""
+def _differences(leaves_by_rank: Sequence[_Leaves], failed_ranks: Collection[int]) -> list[str]:
+    """Return a text per value that differs between ranks; `failed_ranks` may lack values."""
     texts = []
-    for subject in dict.fromkeys(subject for leaves in by_rank for subject in leaves):
+    for subject in dict.fromkeys(subject for leaves in leaves_by_rank for subject in leaves):
         ranks_without = [
             rank
-            for rank, leaves in enumerate(by_rank)
-            if subject not in leaves and rank not in failed
+            for rank, leaves in enumerate(leaves_by_rank)
+            if subject not in leaves and rank not in failed_ranks
         ]
         if ranks_without:
             texts.append(f"{subject} is missing on {_ranks_text(ranks_without)}")
             continue
-        texts_of = {
-            rank: leaves[subject] for rank, leaves in enumerate(by_rank) if subject in leaves
+        texts_by_rank = {
+            rank: leaves[subject] for rank, leaves in enumerate(leaves_by_rank) if subject in leaves
         }
-        differing: list[str] = []
+        differing_names: list[str] = []
         for name in dict.fromkeys(
-            name for named_texts in texts_of.values() for name in named_texts
+            name for named_texts in texts_by_rank.values() for name in named_texts
         ):
-            if any(name.startswith(f"{parent}.") for parent in differing):
+            if any(name.startswith(f"{parent}.") for parent in differing_names):
                 continue  # the value that contains it differs, which is reported
-            values = {
+            texts_of_value = {
                 rank: named_texts.get(name, "missing")
-                for rank, named_texts in texts_of.items()
-                if name in named_texts or rank not in failed
+                for rank, named_texts in texts_by_rank.items()
+                if name in named_texts or rank not in failed_ranks
             }
-            if len(set(values.values())) > 1:
-                differing.append(name)
+            if len(set(texts_of_value.values())) > 1:
+                differing_names.append(name)
                 prefix = f"{subject}: " if subject else ""
-                texts.append(f"{prefix}{name} is {_values_text(values)}")
+                texts.append(f"{prefix}{name} is {_values_text(texts_of_value)}")
     return texts
 
 
@@ -143,17 +143,19 @@ def differences_where_present(ranks: RankGroup, description: Description) -> lis
     All ranks call this. The result is the same on all of them, with at most `_MAX_DIFFERENCES`
     texts.
     """
-    by_rank = ranks.gather_objects(_leaves(description))
-    return _differences(by_rank, range(ranks.size))[:_MAX_DIFFERENCES]
+    leaves_by_rank = ranks.gather_objects(_leaves(description))
+    return _differences(leaves_by_rank, range(ranks.size))[:_MAX_DIFFERENCES]
 
 
-def _values_text(values: Mapping[int, str]) -> str:
+def _values_text(text_by_rank: Mapping[int, str]) -> str:
     """Return a text such as `1000 on ranks 0-2 and 1001 on rank 3`."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(rank)
-    texts = [f"{_abbreviate(value)} on {_ranks_text(ranks)}" for value, ranks in ranks_of.items()]
-    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in text_by_rank.items():
+        ranks_by_text.setdefault(text, []).append(rank)
+    phrases = [
+        f"{_abbreviate(text)} on {_ranks_text(ranks)}" for text, ranks in ranks_by_text.items()
+    ]
+    return f"{', '.join(phrases[:-1])} and {phrases[-1]}"
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -237,14 +239,20 @@ def collection_description(
             "need_indices": source.need_indices() if hasattr(source, "need_indices") else None,
         }
     }
-    index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.groups.slices)}
+    slice_by_table = {
+        table_slice.config.name: i for i, table_slice in enumerate(source.groups.slices)
+    }
     for config in configs:
-        values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "name"}
+        values = {
+            field.name: getattr(config, field.name)
+            for field in fields(config)
+            if field.name != "name"
+        }
         values["optimizer"] = config.optimizer or optimizer
-        parameters = source.groups.parameters_of(index_of[config.name])
+        parameters = source.groups.parameters_of(slice_by_table[config.name])
         frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         values["frozen"] = frozen or "none"
-        module = source.groups.module_of(index_of[config.name])[0]
+        module = source.groups.module_of(slice_by_table[config.name])[0]
         precision = getattr(module, "precision", None)
         if precision is not None:
             # The output of sharded tables is float32, whatever that of `source` is.
@@ -307,8 +315,8 @@ def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         return
     if not isinstance(value, Mapping):
         yield name, _text(value)
-    for key, item in _parts(value) if depth < _MAX_DEPTH else ():
-        yield from _texts(f"{name}.{key}", item, depth + 1)
+    for part_name, part in _parts(value) if depth < _MAX_DEPTH else ():
+        yield from _texts(f"{name}.{part_name}", part, depth + 1)
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
@@ -355,5 +363,5 @@ def _text(value: Any) -> str:
 
 
 def _digest(leaves: _Leaves) -> str:
-    ordered = [(subject, sorted(values.items())) for subject, values in sorted(leaves.items())]
-    return hashlib.sha256(repr(ordered).encode()).hexdigest()
+    items = [(subject, sorted(values.items())) for subject, values in sorted(leaves.items())]
+    return hashlib.sha256(repr(items).encode()).hexdigest()

@@ -179,11 +179,13 @@ def gradient_headers(
     if ranks.size == 1 or ranks.device.type != "cpu":
         return None
     outputs = sum({1 << (index % _SCALED_BIT) for index in indices}) | is_scaled << _SCALED_BIT
-    sent, received = (
+    sent_nbytes, received_nbytes = (
         [sum(rank_nbytes) for rank_nbytes in zip(*by_output, strict=True)]
         for by_output in zip(*nbytes, strict=True)
     )
-    return Headers([Content.GRADIENTS, ALL_TO_ALL, outputs], sent, received, ranks, numbers)
+    return Headers(
+        [Content.GRADIENTS, ALL_TO_ALL, outputs], sent_nbytes, received_nbytes, ranks, numbers
+    )
 
 
 def check_call(content: Content, ranks: HeaderRanks) -> None:
@@ -203,15 +205,17 @@ def check_call(content: Content, ranks: HeaderRanks) -> None:
 _SCALED_BIT = 62  # bit of `_KindEntry.DETAILS` for gradients of a scaled loss
 
 
-def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: HeaderRanks) -> None:
+def _raise_difference(
+    kinds: Tensor, sent_nbytes: Tensor, expected_nbytes: Tensor, *, ranks: HeaderRanks
+) -> None:
     """Raise RuntimeError for one pair of headers that disagree, if possible a pair with this rank.
 
-    `kinds` is `[W, 3]`, see `_KindEntry`; `sent[r, p]` is the number of bytes that rank r sends to
-    rank p, `expected[r, p]` the number of bytes that rank r expects from rank p. At least one pair
-    must disagree.
+    `kinds` is `[W, 3]`, see `_KindEntry`; `sent_nbytes[r, p]` is the number of bytes that rank r
+    sends to rank p, `expected_nbytes[r, p]` the number that rank r expects from rank p. At least
+    one pair must disagree.
     """
     # By receiver and sender.
-    differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
+    differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected_nbytes != sent_nbytes.T)
     rank = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
     peer = int(differs[rank].nonzero()[0])
     contents = kinds[:, _KindEntry.CONTENT].tolist()
@@ -219,16 +223,16 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: H
         raise _content_error(peer, Content(contents[peer]), rank, Content(contents[rank]))
     collectives = kinds[:, _KindEntry.COLLECTIVE].tolist()
     if collectives[rank] != collectives[peer]:
-        names = ("an all-to-all", "an all-gather")
+        collective_names = ("an all-to-all", "an all-gather")
         raise RuntimeError(
-            f"rank {peer} called {names[collectives[peer]]} where rank {rank} called "
-            f"{names[collectives[rank]]}: {_SAME_ORDER}"
+            f"rank {peer} called {collective_names[collectives[peer]]} where rank {rank} called "
+            f"{collective_names[collectives[rank]]}: {_SAME_ORDER}"
         )
     details = kinds[:, _KindEntry.DETAILS].tolist()
     if contents[rank] == Content.GRADIENTS and (
         details[rank] >> _SCALED_BIT != details[peer] >> _SCALED_BIT
     ):
-        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -details[r])
+        scaled_rank, unscaled_rank = sorted((rank, peer), key=details.__getitem__, reverse=True)
         raise RuntimeError(
             f"a torch.amp.GradScaler has scaled the loss of rank {scaled_rank} and not that of "
             f"rank {unscaled_rank}: use one on all ranks, or on none"
@@ -249,8 +253,8 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: H
             f"rank {rank}: {_SAME_ORDER}"
         )
     raise RuntimeError(
-        f"rank {peer} sent {int(sent[peer, rank])} bytes where rank {rank} expected "
-        f"{int(expected[rank, peer])}: {_SAME_ORDER}, with sizes that agree"
+        f"rank {peer} sent {int(sent_nbytes[peer, rank])} bytes where rank {rank} expected "
+        f"{int(expected_nbytes[rank, peer])}: {_SAME_ORDER}, with sizes that agree"
     )
 
 

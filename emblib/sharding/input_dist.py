@@ -7,7 +7,7 @@ sends the batches of several collections.
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ class LocalBatch(NamedTuple):
         device = self.offsets.device
         if self.is_variable or not features:
             return torch.tensor(
-                block_offsets([self.bag_counts[f] for f in features]), device=device
+                block_offsets([self.bag_counts[feature] for feature in features]), device=device
             )
         return torch.arange(len(features) + 1, device=device) * self.bag_counts[0]
 
@@ -185,26 +185,26 @@ class _BatchInFlight(NamedTuple):
 
     Attributes:
         inputs: the batch of this rank.
-        batch: the batch that was sent, without the tensors that are in flight.
+        sent_batch: the batch that was sent, without the tensors that are in flight.
         bag_counts: `bag_counts[u][r]`, as in `IncomingBatch`; so are `is_by_unit`, `num_ids`,
             `num_replicated_ids` and `skips_sums`.
         num_bags: number of bags in the message from each rank.
-        sizes: number of elements of the message from each rank: lengths of bags, then ids.
+        message_sizes: number of elements of the message from each rank: lengths of bags, then ids.
     """
 
     inputs: LocalBatch
-    batch: OutgoingBatch
+    sent_batch: OutgoingBatch
     bag_counts: list[list[int]]
     is_by_unit: bool
     num_bags: list[int]
-    sizes: list[int]
+    message_sizes: list[int]
     num_ids: list[int]
     num_replicated_ids: int
     skips_sums: bool
 
     def received_ids(self) -> list[int]:
         """Return the number of ids from each rank, including those for replicated tables."""
-        return [size - bags for size, bags in zip(self.sizes, self.num_bags, strict=True)]
+        return [size - bags for size, bags in zip(self.message_sizes, self.num_bags, strict=True)]
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -257,24 +257,24 @@ class InputDist(LayoutBuffers):
         self._ranks = ranks
         # Units are numbered rank after rank.
         self._features_of_ranks = [
-            [unit.feature for unit in rank.all_units] for rank in layout.ranks
+            [unit.feature for unit in rank_layout.all_units] for rank_layout in layout.ranks
         ]
         self._replicated_features = [
             unit.feature for unit in layout.ranks[ranks.rank].replicated_units
         ]
-        self._unit_features = [f for features in self._features_of_ranks for f in features]
+        self._unit_features = list(chain.from_iterable(self._features_of_ranks))
         self._is_in_order = self._unit_features == list(range(len(layout.features)))
-        columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
-        self._mean_columns = sum(columns) / max(len(columns), 1)
+        unit_columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
+        self._mean_columns = sum(unit_columns) / max(len(unit_columns), 1)
         self._unit_bounds = [0, *accumulate(len(features) for features in self._features_of_ranks)]
         self._unit_ranges = list(pairwise(self._unit_bounds))  # numbers of the units of each rank
         # The gradients of replicated tables have a row for every bag.
         self._replicated_units = [
-            number
+            unit
             for _, end in self._unit_ranges
-            for number in range(end - len(self._replicated_features), end)
+            for unit in range(end - len(self._replicated_features), end)
         ]
-        self._summed_units, self._num_sums = self._units_of_sums(layout)
+        self._summed_units, self._num_sums = self._find_summed_units(layout)
         self._dims = [feature.dim for feature in layout.features]
         self.has_whole_tables = all(num_blocks <= 1 for _, num_blocks, _, _ in routing.features)
         buffers = {
@@ -297,7 +297,7 @@ class InputDist(LayoutBuffers):
     unit_major_order: Tensor
     unit_major_order_without_lengths: Tensor
 
-    def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
+    def _find_summed_units(self, layout: CollectionLayout) -> tuple[list[int], int]:
         """Return the numbers of the units whose rows nodes sum, and the number of sums per bag."""
         if not self._is_pooled or not can_sum_in_nodes(self._ranks):
             return [], 0
@@ -305,10 +305,10 @@ class InputDist(LayoutBuffers):
         if sums is None:
             return [], 0
         summed_units = [
-            begin + i
+            begin + unit
             for (begin, _), rank_sums in zip(self._unit_ranges, sums.units, strict=True)
             for sum_units in rank_sums
-            for i in sum_units
+            for unit in sum_units
         ]
         return summed_units, sum(len(node.units) for node in sums.nodes)
 
@@ -319,8 +319,12 @@ class InputDist(LayoutBuffers):
         per unit.
         """
         num_ranks, num_units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
-        step = num_units + num_before
-        return [r * step + num_before + unit for unit in range(num_units) for r in range(num_ranks)]
+        segments_per_rank = num_units + num_before
+        return [
+            rank * segments_per_rank + num_before + unit
+            for unit in range(num_units)
+            for rank in range(num_ranks)
+        ]
 
     @property
     def header_size(self) -> int:
@@ -363,14 +367,8 @@ class InputDist(LayoutBuffers):
         elif inputs.is_variable or batch.row_numbers is not None:
             row_order = _RowOrder.BY_UNIT
         return [
-            [
-                ids,
-                batch.num_replicated_ids,
-                kind,
-                row_order,
-                *batch.unit_bags[begin:end],
-            ]
-            for (begin, end), ids in zip(self._unit_ranges, batch.num_ids, strict=True)
+            [num_ids, batch.num_replicated_ids, kind, row_order, *batch.unit_bags[begin:end]]
+            for (begin, end), num_ids in zip(self._unit_ranges, batch.num_ids, strict=True)
         ]
 
     def empty_headers(self) -> list[list[int]]:
@@ -389,20 +387,20 @@ class InputDist(LayoutBuffers):
 
     def _copy_features(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
-        starts, id_counts = inputs.starts(), inputs.count_ids()
-        ids_per_unit = [id_counts[f] for f in self._unit_features]
+        feature_starts, id_counts = inputs.starts(), inputs.count_ids()
+        ids_per_unit = [id_counts[feature] for feature in self._unit_features]
         num_ids = [sum(ids_per_unit[begin:end]) for begin, end in self._unit_ranges]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
         if not (self._is_in_order and sum(id_counts) == ids.numel()):
             lengths = self._lengths_in_order(inputs)
-            ids = route.gather_segments(ids, starts, self.unit_features, sum(num_ids))
+            ids = route.gather_segments(ids, feature_starts, self.unit_features, sum(num_ids))
             if weights is not None:
                 weights = in_grad_mode(route.gather_segments, enabled=True)(
-                    weights, starts, self.unit_features, sum(num_ids)
+                    weights, feature_starts, self.unit_features, sum(num_ids)
                 )
-        unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
+        unit_bags = [inputs.bag_counts[feature] for feature in self._unit_features]
         num_bags = [sum(unit_bags[begin:end]) for begin, end in self._unit_ranges]
-        num_replicated_ids = sum(id_counts[f] for f in self._replicated_features)
+        num_replicated_ids = sum(id_counts[feature] for feature in self._replicated_features)
         unit_starts = [0, *accumulate(ids_per_unit)]
         lengths = lengths.to(ids.dtype)
         return OutgoingBatch(
@@ -423,15 +421,15 @@ class InputDist(LayoutBuffers):
         bag_counts = inputs.bag_counts
         if inputs.is_variable:
             first_bags = inputs.first_bags(range(len(bag_counts)))
-            total = sum(bag_counts[f] for f in self._unit_features)
-            return route.gather_segments(inputs.lengths, first_bags, self.unit_features, total)
+            num_bags = sum(bag_counts[feature] for feature in self._unit_features)
+            return route.gather_segments(inputs.lengths, first_bags, self.unit_features, num_bags)
         batch_size = bag_counts[0] if bag_counts else 0
-        by_feature = inputs.lengths.view(len(bag_counts), batch_size)
-        return by_feature.index_select(0, self.unit_features).view(-1)
+        lengths_by_feature = inputs.lengths.view(len(bag_counts), batch_size)
+        return lengths_by_feature.index_select(0, self.unit_features).view(-1)
 
     def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
         """Sort ids by the units that store the block of rows with their row."""
-        unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
+        unit_bags = [inputs.bag_counts[feature] for feature in self._unit_features]
         row_numbers, skips_sums = None, False
         first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
         routing = first_bags, self.features, self.blocks, self.block_units
@@ -439,15 +437,15 @@ class InputDist(LayoutBuffers):
         lengths = route.route_lengths(
             inputs.ids, inputs.offsets, *routing, first_unit_bags, num_bags=sum(unit_bags)
         )
-        starts = running_sums(lengths)
-        unit_starts = starts[first_unit_bags]
+        bag_starts = running_sums(lengths)
+        unit_starts = bag_starts[first_unit_bags]
         first_ids = unit_starts.tolist()
         ids, positions, weights = in_grad_mode(route.route_ids, enabled=True)(
             inputs.ids,
             inputs.offsets,
             *routing,
             first_unit_bags,
-            starts=starts,
+            starts=bag_starts,
             total=first_ids[-1],
             weights=inputs.weights,
         )
@@ -485,8 +483,8 @@ class InputDist(LayoutBuffers):
         """
         if not self._summed_units:
             return False
-        summed = lengths.view(len(unit_bags), -1)[self._summed_units]
-        return int(summed.count_nonzero()) <= self._num_sums * summed.size(1)
+        summed_lengths = lengths.view(len(unit_bags), -1)[self._summed_units]
+        return int(summed_lengths.count_nonzero()) <= self._num_sums * summed_lengths.size(1)
 
     def _drop_empty_bags(
         self, lengths: Tensor, unit_bags: list[int], units_to_keep: Sequence[int]
@@ -497,16 +495,16 @@ class InputDist(LayoutBuffers):
         `units_to_keep` are not dropped. Returns `lengths`, `row_numbers` and `unit_bags` of the
         `OutgoingBatch`. Waits for the device if enough could be saved.
         """
-        droppable = lengths
+        droppable_lengths = lengths
         if units_to_keep:
-            divided_units = sorted(set(range(len(unit_bags))).difference(units_to_keep))
-            droppable = lengths.view(len(unit_bags), -1)[divided_units]
-        if droppable.numel() * self._mean_columns < _MIN_SAVED_ELEMENTS:
+            droppable_units = sorted(set(range(len(unit_bags))).difference(units_to_keep))
+            droppable_lengths = lengths.view(len(unit_bags), -1)[droppable_units]
+        if droppable_lengths.numel() * self._mean_columns < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
-        num_left = int(droppable.count_nonzero())
-        saved_elements = (droppable.numel() - num_left) * self._mean_columns
-        is_full = num_left > MAX_SHARE_OF_BAGS * droppable.numel()
-        if is_full or saved_elements < _MIN_SAVED_ELEMENTS:
+        num_left = int(droppable_lengths.count_nonzero())
+        saved_elements = (droppable_lengths.numel() - num_left) * self._mean_columns
+        keeps_most = num_left > MAX_SHARE_OF_BAGS * droppable_lengths.numel()
+        if keeps_most or saved_elements < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
         if units_to_keep:
@@ -524,12 +522,14 @@ class InputDist(LayoutBuffers):
         positions = sent.positions
         if positions is None:
             all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
-            starts, total = inputs.starts(), sum(sent.num_ids)
-            positions = route.gather_segments(all_positions, starts, self.unit_features, total)
+            starts, num_ids = inputs.starts(), sum(sent.num_ids)
+            positions = route.gather_segments(all_positions, starts, self.unit_features, num_ids)
         if not self._replicated_features:
             return positions
-        parts = positions.split(sent.num_ids)
-        return torch.cat([part[: part.numel() - sent.num_replicated_ids] for part in parts])
+        positions_by_rank = positions.split(sent.num_ids)
+        return torch.cat(
+            [part[: part.numel() - sent.num_replicated_ids] for part in positions_by_rank]
+        )
 
     def parse_headers(
         self, inputs: LocalBatch, batch: OutgoingBatch, headers: list[list[int]]
@@ -550,16 +550,16 @@ class InputDist(LayoutBuffers):
         num_bags = [sum(header[len(_Header) :]) for header in headers]
         return _BatchInFlight(
             inputs=inputs,
-            batch=batch._replace(
+            sent_batch=batch._replace(
                 lengths=None, ids=None, weights=None, positions=positions, use_counts=None
             ),
             bag_counts=[
                 list(unit_bags)
-                for unit_bags in zip(*(h[len(_Header) :] for h in headers), strict=True)
+                for unit_bags in zip(*(header[len(_Header) :] for header in headers), strict=True)
             ],
             is_by_unit=any(header[_Header.ROW_ORDER] != _RowOrder.BY_BAG for header in headers),
             num_bags=num_bags,
-            sizes=[a + b for a, b in zip(num_bags, num_ids, strict=True)],
+            message_sizes=[bags + ids for bags, ids in zip(num_bags, num_ids, strict=True)],
             num_ids=[
                 header[_Header.NUM_IDS] - header[_Header.NUM_REPLICATED_IDS] for header in headers
             ],
@@ -589,21 +589,21 @@ class InputDist(LayoutBuffers):
         """
         payload = ids.wait()
         lengths, segment_sizes = _split_lengths(payload, in_flight)
-        starts = running_sums(segment_sizes.view(-1))
-        total = payload.numel() - lengths.numel()
+        segment_starts = running_sums(segment_sizes.view(-1))
+        num_ids = payload.numel() - lengths.numel()
 
         def in_unit_order(values: Awaitable[Tensor] | None) -> Tensor | None:
             if values is None:
                 return None
-            segment_starts = running_sums(segment_sizes[:, 1:].reshape(-1))
+            id_segment_starts = running_sums(segment_sizes[:, 1:].reshape(-1))
             return route.gather_segments(
-                values.wait(), segment_starts, self.unit_major_order_without_lengths, total
+                values.wait(), id_segment_starts, self.unit_major_order_without_lengths, num_ids
             )
 
         return IncomingBatch(
             inputs=in_flight.inputs,
-            sent=in_flight.batch,
-            ids=route.gather_segments(payload, starts, self.unit_major_order, total),
+            sent=in_flight.sent_batch,
+            ids=route.gather_segments(payload, segment_starts, self.unit_major_order, num_ids),
             offsets=running_sums(lengths),
             weights=in_unit_order(weights),
             bag_counts=in_flight.bag_counts,
@@ -639,24 +639,26 @@ def _split_lengths(payload: Tensor, in_flight: _BatchInFlight) -> tuple[Tensor, 
     """
     num_ranks, num_units = len(in_flight.num_bags), len(in_flight.bag_counts)
     blocks = [
-        part[:count]
-        for part, count in zip(payload.split(in_flight.sizes), in_flight.num_bags, strict=True)
+        message[:bags]
+        for message, bags in zip(
+            payload.split(in_flight.message_sizes), in_flight.num_bags, strict=True
+        )
     ]
     segment_sizes = payload.new_empty((num_ranks, num_units + 1))
     segment_sizes[:, 0] = torch.tensor(in_flight.num_bags, device="cpu")
     if not num_units:
         return payload.new_empty(0), segment_sizes
     if not in_flight.is_by_unit:
-        shaped = [block.view(num_units, -1) for block in blocks]
-        for rank, block in enumerate(shaped):
+        unit_blocks = [block.view(num_units, -1) for block in blocks]
+        for rank, block in enumerate(unit_blocks):
             torch.sum(block, 1, dtype=payload.dtype, out=segment_sizes[rank, 1:])
-        return torch.cat(shaped, dim=1).view(-1), segment_sizes
+        return torch.cat(unit_blocks, dim=1).view(-1), segment_sizes
     all_lengths = torch.cat(blocks)
     bag_counts = torch.tensor(in_flight.bag_counts, device=payload.device)
     first_bags = running_sums(bag_counts.t().reshape(-1))
     segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(num_ranks, num_units)
-    numbers = torch.arange(num_ranks * num_units, device=payload.device)
-    order = numbers.view(num_ranks, num_units).t().reshape(-1)
+    segment_numbers = torch.arange(num_ranks * num_units, device=payload.device)
+    order = segment_numbers.view(num_ranks, num_units).t().reshape(-1)
     lengths = route.gather_segments(all_lengths, first_bags, order, all_lengths.numel())
     return lengths, segment_sizes
 

@@ -10,6 +10,7 @@ waits for it.
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import partial
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class _Outgoing(NamedTuple):
     batch: OutgoingBatch
 
     @classmethod
-    def of(cls, request: InputRequest) -> "_Outgoing":
+    def from_request(cls, request: InputRequest) -> "_Outgoing":
         """Sort the batch of a request that has one."""
         input_dist, inputs = request
         assert inputs is not None
@@ -97,17 +98,21 @@ def start_input_dists(
         Exception: `error`, or the error of sorting a batch of this rank.
         RuntimeError: ranks exchange something else at the same time, see `start_all_to_all`.
     """
-    outgoing: list[_Outgoing] = []
+    batches: list[_Outgoing] = []
     state = _State.NO_BATCH if error is None else _State.ERROR
     if error is None and all(request.inputs is not None for request in requests):
         try:
-            outgoing = [_Outgoing.of(request) for request in requests]
-            headers = [sent.input_dist.headers(sent.inputs, sent.batch) for sent in outgoing]
-            row_nbytes = sum(sent.input_dist.row_nbytes(sent.inputs) for sent in outgoing)
-            common = [_State.BATCHES, sum(map(_id_nbytes, outgoing)), row_nbytes]
+            batches = [_Outgoing.from_request(request) for request in requests]
+            headers = [
+                outgoing.input_dist.headers(outgoing.inputs, outgoing.batch) for outgoing in batches
+            ]
+            row_nbytes = sum(
+                outgoing.input_dist.row_nbytes(outgoing.inputs) for outgoing in batches
+            )
+            common = [_State.BATCHES, sum(map(_id_nbytes, batches)), row_nbytes]
             state = _State.BATCHES
-        except Exception as raised:
-            error, state = raised, _State.ERROR
+        except Exception as sorting_error:
+            error, state = sorting_error, _State.ERROR
     if state != _State.BATCHES:
         headers = [request.input_dist.empty_headers() for request in requests]
         common = [state, 0, 0]
@@ -120,7 +125,7 @@ def start_input_dists(
     if error is not None:
         pending.wait()
         raise error
-    return DeferredAwaitable(partial(_send_ids, outgoing, pending, ranks))
+    return DeferredAwaitable(partial(_send_ids, batches, pending, ranks))
 
 
 def _id_nbytes(outgoing: _Outgoing) -> int:
@@ -137,7 +142,7 @@ def _id_nbytes(outgoing: _Outgoing) -> int:
 
 
 def _send_ids(
-    outgoing: Sequence[_Outgoing],
+    batches: Sequence[_Outgoing],
     pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
     ranks: RankGroup,
 ) -> list[Awaitable[IncomingBatch]] | None:
@@ -145,8 +150,8 @@ def _send_ids(
 
     Returns None if a rank has no batch.
     """
-    by_rank = pending.wait()
-    states = [common[_CommonEntry.STATE] for common, _ in by_rank]
+    sizes_by_rank = pending.wait()
+    states = [common[_CommonEntry.STATE] for common, _ in sizes_by_rank]
     if _State.ERROR in states:
         raise RuntimeError(
             f"rank {states.index(_State.ERROR)} could not send its batch, see its error: nothing "
@@ -155,35 +160,37 @@ def _send_ids(
     if _State.NO_BATCH in states:
         return None
     merges_ids, merges_rows = (
-        max(common[entry] for common, _ in by_rank) <= _MAX_MERGED_NBYTES
+        max(common[entry] for common, _ in sizes_by_rank) <= _MAX_MERGED_NBYTES
         for entry in (_CommonEntry.ID_NBYTES, _CommonEntry.ROW_NBYTES)
     )
-    in_flight = [
-        request.input_dist.parse_headers(
-            request.inputs, request.batch, [headers[i] for _, headers in by_rank]
+    in_flight_batches = [
+        outgoing.input_dist.parse_headers(
+            outgoing.inputs, outgoing.batch, [headers[i] for _, headers in sizes_by_rank]
         )
-        for i, request in enumerate(outgoing)
+        for i, outgoing in enumerate(batches)
     ]
     messages: list[Message] = []
-    for (_, _, batch), expected in zip(outgoing, in_flight, strict=True):
+    for (_, _, batch), in_flight in zip(batches, in_flight_batches, strict=True):
         payload = torch.cat(_lengths_and_ids_by_rank(batch))
-        sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
-        messages.append(Message(payload, sizes, expected.sizes))
+        sent_sizes = list(map(add, batch.num_bags, batch.num_ids))
+        messages.append(Message(payload, sent_sizes, in_flight.message_sizes))
         if batch.weights is not None:
-            messages.append(Message(batch.weights.detach(), batch.num_ids, expected.received_ids()))
+            messages.append(
+                Message(batch.weights.detach(), batch.num_ids, in_flight.received_ids())
+            )
         if batch.use_counts is not None:
-            messages.append(Message(batch.use_counts, batch.num_ids, expected.received_ids()))
+            messages.append(Message(batch.use_counts, batch.num_ids, in_flight.received_ids()))
     payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
     results: list[Awaitable[IncomingBatch]] = []
-    for (input_dist, _, batch), expected in zip(outgoing, in_flight, strict=True):
+    for (input_dist, _, batch), in_flight in zip(batches, in_flight_batches, strict=True):
         ids, weights = next(payloads), None
         if batch.weights is not None:
             weights = DifferentiableAllToAllAwaitable(
-                batch.weights, batch.num_ids, expected.received_ids(), ranks, next(payloads)
+                batch.weights, batch.num_ids, in_flight.received_ids(), ranks, next(payloads)
             )
         use_counts = None if batch.use_counts is None else next(payloads)
         finish = partial(input_dist.sort_received, merges_rows=merges_rows)
-        results.append(DeferredAwaitable(partial(finish, expected, ids, weights, use_counts)))
+        results.append(DeferredAwaitable(partial(finish, in_flight, ids, weights, use_counts)))
     return results
 
 
@@ -192,4 +199,4 @@ def _lengths_and_ids_by_rank(batch: OutgoingBatch) -> list[Tensor]:
     assert batch.lengths is not None
     assert batch.ids is not None
     lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)
-    return [part for pair in zip(lengths, ids, strict=True) for part in pair]
+    return [tensor for rank_tensors in zip(lengths, ids, strict=True) for tensor in rank_tensors]

@@ -140,28 +140,34 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
     for rank, rank_layout in enumerate(layout.ranks):
         for i, unit in enumerate(rank_layout.units):
             units_of_columns.setdefault((unit.feature, unit.shard.columns), []).append((rank, i))
-    sums: list[list[LookupUnit]] = [[] for _ in range(len(layout.ranks) // local_size)]
-    units: list[list[tuple[int, ...]]] = [[] for _ in layout.ranks]
+    sums_by_node: list[list[LookupUnit]] = [[] for _ in range(len(layout.ranks) // local_size)]
+    unit_groups_by_rank: list[list[tuple[int, ...]]] = [[] for _ in layout.ranks]
     for (feature, columns), members in sorted(units_of_columns.items()):
         node = members[0][0] // local_size
         ranks = range(node * local_size, (node + 1) * local_size)
         if {rank for rank, _ in members} != set(ranks):
             continue
         shards = {(rank, i): layout.ranks[rank].units[i].shard for rank, i in members}
-        rows = [shard.rows for shard in shards.values()]
-        span = min(first_row for first_row, _ in rows), max(end for _, end in rows)
-        sums[node].append(LookupUnit(feature, Shard(-1, span, columns), -1))
+        row_spans = [shard.rows for shard in shards.values()]
+        joint_rows = min(first_row for first_row, _ in row_spans), max(end for _, end in row_spans)
+        sums_by_node[node].append(LookupUnit(feature, Shard(-1, joint_rows, columns), -1))
         for rank in ranks:
-            rows_of_rank = sorted((shards[r, i].rows, i) for r, i in members if r == rank)
-            units[rank].append(tuple(i for _, i in rows_of_rank))
-    if not any(sums):
+            sorted_rows = sorted(
+                (shards[shard_rank, i].rows, i) for shard_rank, i in members if shard_rank == rank
+            )
+            unit_groups_by_rank[rank].append(tuple(i for _, i in sorted_rows))
+    if not any(sums_by_node):
         return None
-    direct = []
-    for rank_layout, sums_of_rank in zip(layout.ranks, units, strict=True):
-        summed = {i for members in sums_of_rank for i in members}
-        direct_units = [unit for i, unit in enumerate(rank_layout.units) if i not in summed]
-        direct.append(_layout_of_units(direct_units))
-    return NodeSums(tuple(direct), tuple(map(_layout_of_units, sums)), tuple(map(tuple, units)))
+    direct_layouts = []
+    for rank_layout, unit_groups in zip(layout.ranks, unit_groups_by_rank, strict=True):
+        summed_units = {i for members in unit_groups for i in members}
+        direct_units = [unit for i, unit in enumerate(rank_layout.units) if i not in summed_units]
+        direct_layouts.append(_layout_of_units(direct_units))
+    return NodeSums(
+        tuple(direct_layouts),
+        tuple(map(_layout_of_units, sums_by_node)),
+        tuple(map(tuple, unit_groups_by_rank)),
+    )
 
 
 def _layout_of_units(units: Sequence[LookupUnit]) -> RankLayout:
@@ -197,11 +203,11 @@ def features_of(configs: Sequence[Config], *, pooled: bool) -> tuple[Feature, ..
     """
     keys = [key for config in configs for key in config.feature_names]
     features, column = [], 0
-    for t, config in enumerate(configs):
+    for table, config in enumerate(configs):
         for key in config.feature_names:
             name = f"{key}@{config.name}" if keys.count(key) > 1 else key
             is_mean = pooled and config.pooling is Pooling.MEAN
-            features.append(Feature(key, name, t, config.embedding_dim, column, is_mean))
+            features.append(Feature(key, name, table, config.embedding_dim, column, is_mean))
             column += config.embedding_dim
     return tuple(features)
 
@@ -226,13 +232,13 @@ def lay_out(
     features = features_of(configs, pooled=pooled)
     shards_by_rank: list[list[TableShard]] = [[] for _ in range(world_size)]
     replicas: list[TableShard] = []
-    for t, config in enumerate(configs):
+    for table, config in enumerate(configs):
         sharding = plan[config.name]
         whole_table = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
         if sharding.is_replicated:
-            replicas.append(TableShard(t, whole_table))
+            replicas.append(TableShard(table, whole_table))
         for shard in sharding.shards:
-            shards_by_rank[shard.rank].append(TableShard(t, shard))
+            shards_by_rank[shard.rank].append(TableShard(table, shard))
 
     def rank_layout(table_shards: Sequence[TableShard]) -> RankLayout:
         return _rank_layout(configs, plan, features, table_shards, arrange)
@@ -261,13 +267,13 @@ def slices_of(
         config = configs[table_shard.table]
         sharding = plan[config.name]
         shards = sorted(shard.rows for shard in sharding.shards)
-        number = shards.index(table_shard.shard.rows) if shards else 0
+        shard_number = shards.index(table_shard.shard.rows) if shards else 0
         slices.append(
             TableSlice(
                 with_storage(config, sharding.storage),
                 table_shard.shard.rows,
                 table_shard.shard.columns,
-                (number, max(len(shards), 1)) if config.storage.is_keyed else None,
+                (shard_number, max(len(shards), 1)) if config.storage.is_keyed else None,
             )
         )
     return slices
@@ -282,14 +288,14 @@ def _rank_layout(
 ) -> RankLayout:
     """Return the layout of a rank with these shards; `arrange` orders its units."""
     units = [
-        LookupUnit(f, table_shard.shard, shard_index)
+        LookupUnit(feature_number, table_shard.shard, shard_index)
         for shard_index, table_shard in enumerate(table_shards)
-        for f, feature in enumerate(features)
+        for feature_number, feature in enumerate(features)
         if feature.table == table_shard.table
     ]
     order = arrange(slices_of(configs, plan, table_shards), [unit.shard_index for unit in units])
-    ordered = tuple(units[u] for u in order)
-    return RankLayout(tuple(table_shards), ordered, sum(unit.columns for unit in units))
+    ordered_units = tuple(units[i] for i in order)
+    return RankLayout(tuple(table_shards), ordered_units, sum(unit.columns for unit in units))
 
 
 class BlockRouting(NamedTuple):
@@ -320,14 +326,14 @@ def block_routing(configs: Sequence[Config], layout: CollectionLayout) -> BlockR
             units_by_rows = units_by_feature.setdefault(unit.feature, {})
             units_by_rows.setdefault(unit.shard.rows, []).append(unit_number)
             unit_number += 1
-    result = BlockRouting([], [], [])
-    for f, feature in enumerate(layout.features):
+    routing = BlockRouting([], [], [])
+    for feature_number, feature in enumerate(layout.features):
         config = configs[feature.table]
-        spans = sorted(units_by_feature.get(f, {}).items())
-        rows = config.num_embeddings
+        units_by_block = sorted(units_by_feature.get(feature_number, {}).items())
+        num_rows = config.num_embeddings
         is_keyed = config.storage.is_keyed
-        result.features.append((len(result.blocks), len(spans), rows, int(is_keyed)))
-        for (first_row, _), units in spans:
-            result.blocks.append((first_row, len(result.units), len(units)))
-            result.units.extend(units)
-    return result
+        routing.features.append((len(routing.blocks), len(units_by_block), num_rows, int(is_keyed)))
+        for (first_row, _), block_units in units_by_block:
+            routing.blocks.append((first_row, len(routing.units), len(block_units)))
+            routing.units.extend(block_units)
+    return routing

@@ -184,42 +184,42 @@ def start_joint_input_dist(
     Raises:
         Exception: `error`, or that of a batch that is wrong (`ShardedTables.input_request`).
     """
-    by_call: list[CollectionRequests] = []
+    collections: list[CollectionRequests] = []
     if error is None:
         try:
-            by_call = [call.module.collection_requests(call.features) for call in calls]
-        except Exception as raised:
-            error = raised
+            collections = [call.module.collection_requests(call.features) for call in calls]
+        except Exception as request_error:
+            error = request_error
     if error is not None:
-        by_call = [call.module.collection_requests(None) for call in calls]
+        collections = [call.module.collection_requests(None) for call in calls]
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
-    for ranks, indices in _by_group([call.module.ranks for call in calls]):
-        sent = [
+    for ranks, indices in _group_indices([call.module.ranks for call in calls]):
+        sent_requests = [
             ((i, j), request)
             for i in indices
-            for j, request in enumerate(by_call[i].requests)
+            for j, request in enumerate(collections[i].requests)
             if isinstance(request, InputRequest)
         ]
-        if sent:
-            positions, requests = zip(*sent, strict=True)
+        if sent_requests:
+            positions, requests = zip(*sent_requests, strict=True)
             try:
                 pending.append((list(positions), start_input_dists(requests, ranks, error)))
-            except Exception as raised:  # passed on, to tell the other process groups as well
-                error = raised
+            except Exception as request_error:  # passed on, to tell the other groups as well
+                error = request_error
     if error is not None:
         raise error
 
     def send_ids() -> list[Awaitable[Any]] | None:
-        received: list[list[Any]] = [list(collection.requests) for collection in by_call]
+        batches_by_call: list[list[Any]] = [list(collection.requests) for collection in collections]
         for positions, sizes in pending:
             batches = sizes.wait()
             if batches is None:
                 return None
             for (i, j), batch in zip(positions, batches, strict=True):
-                received[i][j] = batch
+                batches_by_call[i][j] = batch
         return [
             DeferredAwaitable(partial(_join_when_received, collection.join, batches))
-            for collection, batches in zip(by_call, received, strict=True)
+            for collection, batches in zip(collections, batches_by_call, strict=True)
         ]
 
     return DeferredAwaitable(send_ids)
@@ -249,35 +249,38 @@ def start_joint_output_dist(
         A function per collection, which returns its output. The output has gradients if they are
         enabled when the function is called.
     """
-    by_call = [call.module.collection_steps(call.rows, call.received) for call in calls]
-    results: list[list[Any]] = [list(collection.steps) for collection in by_call]
-    for ranks, indices in _by_group([call.module.ranks for call in calls]):
-        sent = [
+    collections = [call.module.collection_steps(call.rows, call.received) for call in calls]
+    results_by_call: list[list[Any]] = [list(collection.steps) for collection in collections]
+    for ranks, indices in _group_indices([call.module.ranks for call in calls]):
+        sent_positions = [
             (i, j)
             for i in indices
-            for j, step in enumerate(by_call[i].steps)
+            for j, step in enumerate(collections[i].steps)
             if isinstance(step, OutputStep)
         ]
-        if not sent:
+        if not sent_positions:
             continue
-        steps = [results[i][j] for i, j in sent]
+        steps = [results_by_call[i][j] for i, j in sent_positions]
         pending = start_output_dists(
             steps, ranks, is_merged=all(step.merges_rows for step in steps)
         )
-        for (i, j), output in zip(sent, pending, strict=True):
-            results[i][j] = output
+        for (i, j), output in zip(sent_positions, pending, strict=True):
+            results_by_call[i][j] = output
     return [
         partial(
             collection.join,
-            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in results_of_call],
+            [
+                result if isinstance(result, Awaitable) else ReadyAwaitable(result)
+                for result in results
+            ],
         )
-        for collection, results_of_call in zip(by_call, results, strict=True)
+        for collection, results in zip(collections, results_by_call, strict=True)
     ]
 
 
-def _by_group(groups: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
+def _group_indices(groups: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
     """Return each distinct process group with its positions in `groups`."""
-    by_group: dict[Any, tuple[RankGroup, list[int]]] = {}
+    indices_by_group: dict[Any, tuple[RankGroup, list[int]]] = {}
     for index, ranks in enumerate(groups):
-        by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
-    return list(by_group.values())
+        indices_by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
+    return list(indices_by_group.values())

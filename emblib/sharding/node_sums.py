@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from emblib.sharding.layout_buffers import int64_tensor
 from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
 
 
-class _Packing(NamedTuple):
+class _SendOrder(NamedTuple):
     """Order in which the rows of this rank are sent, for one set of batch sizes.
 
     The rows for single ranks come first, then the rows that the node sums: for each local rank k,
@@ -38,9 +39,9 @@ class _Packing(NamedTuple):
     Attributes:
         targets: int64 `[targets, 7]`, argument of `route.combine`, which orders the rows.
         pieces: int64 `[pieces, 3]`, argument of `route.combine`.
-        local_numel: size of the rows of this rank.
-        numel: size of all rows that are sent.
-        direct_numel: size of the rows for single ranks.
+        num_local_elements: size of the rows of this rank.
+        num_elements: size of all rows that are sent.
+        num_direct_elements: size of the rows for single ranks.
         local_sizes: size of this rank's rows for each rank of this node, which sums them.
         sent_sizes: size of the sums of this rank for each node.
         row_size: a common divisor of the sizes of all messages of sums, which are added up as rows
@@ -49,9 +50,9 @@ class _Packing(NamedTuple):
 
     targets: Tensor
     pieces: Tensor
-    local_numel: int
-    numel: int
-    direct_numel: int
+    num_local_elements: int
+    num_elements: int
+    num_direct_elements: int
     local_sizes: list[int]
     sent_sizes: list[int]
     row_size: int
@@ -87,18 +88,18 @@ class NodeSumDist:
     def __init__(self, layout: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
         self.groups = split_by_node(ranks)
         self._ranks, self._layout = ranks, layout
-        self._sums_of_node = sums.nodes[ranks.node]
+        self._node_layout = sums.nodes[ranks.node]
         self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
-        self._units_of_sums = sums.units[ranks.rank]
-        summed = {i for members in self._units_of_sums for i in members}
-        self._direct_units = [i for i in range(len(layout.units)) if i not in summed]
-        # The bags and `is_by_unit` of the last batch, and their packing, which the next batch often
-        # needs again.
-        self._last_packing: tuple[tuple[list[list[int]], bool], _Packing] | None = None
+        self._summed_units = sums.units[ranks.rank]
+        all_summed_units = {i for units in self._summed_units for i in units}
+        self._direct_units = [i for i in range(len(layout.units)) if i not in all_summed_units]
+        # The bags and `is_by_unit` of the last batch, and their send order, which the next batch
+        # often needs again.
+        self._last_send_order: tuple[tuple[list[list[int]], bool], _SendOrder] | None = None
 
     def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
         """Return the bags of the units whose rows go to single ranks."""
-        return [bags[i] for i in self._direct_units]
+        return [bags[unit] for unit in self._direct_units]
 
     def step(
         self,
@@ -118,68 +119,68 @@ class NodeSumDist:
             is_by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
         key = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], is_by_unit
-        if self._last_packing is None or self._last_packing[0] != key:
-            self._last_packing = key, self._packing(key[0], is_by_unit=is_by_unit)
+        if self._last_send_order is None or self._last_send_order[0] != key:
+            self._last_send_order = key, self._compute_send_order(key[0], is_by_unit=is_by_unit)
         return NodeSumStep(
-            self._last_packing[1],
+            self._last_send_order[1],
             self.groups,
             received_sizes,
             comm_precision,
             has_direct=self.has_direct,
         )
 
-    def _packing(self, bags: list[list[int]], *, is_by_unit: bool) -> _Packing:
-        """Compute the packing of the rows of this rank, for one set of batch sizes.
+    def _compute_send_order(self, bags: list[list[int]], *, is_by_unit: bool) -> _SendOrder:
+        """Compute the send order of the rows of this rank, for one set of batch sizes.
 
         `bags[u][r]` is the number of bags of unit u for rank r.
         """
-        world, local_size = self._ranks.size, self._ranks.local_size
+        num_ranks, local_size = self._ranks.size, self._ranks.local_size
         units = self._layout.units
         widths = [unit.columns for unit in units]
-        positions = _row_positions(widths, bags, world, is_by_unit=is_by_unit)
+        row_positions = _row_positions(widths, bags, num_ranks, is_by_unit=is_by_unit)
         targets: list[route.TargetRow] = []
         pieces: list[route.PieceRow] = []
         end = 0
 
-        def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
+        def pack(rank: int, unit_groups: Sequence[Sequence[int]]) -> int:
             """Append the rows for a rank; return their number of elements.
 
             A group lists units by index, whose rows are added up.
             """
             nonlocal end
-            group_widths = [widths[members[0]] for members in groups]
-            group_bags = [[bags[members[0]][rank]] for members in groups]
+            group_widths = [widths[group[0]] for group in unit_groups]
+            group_bags = [[bags[group[0]][rank]] for group in unit_groups]
             starts = _row_positions(group_widths, group_bags, 1, is_by_unit=is_by_unit)[0]
-            for members, (start, stride), width, (count,) in zip(
-                groups, starts, group_widths, group_bags, strict=True
+            for group, (start, stride), width, (count,) in zip(
+                unit_groups, starts, group_widths, group_bags, strict=True
             ):
                 first_piece = len(pieces)
-                pieces.extend(route.PieceRow(*positions[rank][i]) for i in members)
+                pieces.extend(route.PieceRow(*row_positions[rank][unit]) for unit in group)
                 targets.append(
                     route.TargetRow(end + start, stride, count, width, first_piece, len(pieces))
                 )
-            size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
+            size = sum(map(mul, group_widths, chain.from_iterable(group_bags)))
             end += size
             return size
 
-        for rank in range(world):
-            pack(rank, [(i,) for i in self._direct_units])
-        direct_numel = end
+        for rank in range(num_ranks):
+            pack(rank, [(unit,) for unit in self._direct_units])
+        num_direct = end
         # By the local rank that sums them, then by node.
-        sum_sizes = [
-            [pack(rank, self._units_of_sums) for rank in range(k, world, local_size)]
-            for k in range(local_size)
+        sizes_by_local_rank = [
+            [pack(rank, self._summed_units) for rank in range(local_rank, num_ranks, local_size)]
+            for local_rank in range(local_size)
         ]
         device = self._ranks.device
-        sum_widths = [unit.columns for unit in self._sums_of_node.units]
-        return _Packing(
+        sum_widths = [unit.columns for unit in self._node_layout.units]
+        return _SendOrder(
             targets=int64_tensor(targets, len(TargetColumn)).to(device),
             pieces=int64_tensor(pieces, len(PieceColumn)).to(device),
-            local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
-            numel=end,
-            direct_numel=direct_numel,
-            local_sizes=[sum(sizes_of_nodes) for sizes_of_nodes in sum_sizes],
-            sent_sizes=sum_sizes[self._ranks.local_rank],
+            num_local_elements=sum(map(mul, widths, map(sum, bags))),
+            num_elements=end,
+            num_direct_elements=num_direct,
+            local_sizes=[sum(sizes_by_node) for sizes_by_node in sizes_by_local_rank],
+            sent_sizes=sizes_by_local_rank[self._ranks.local_rank],
             row_size=math.gcd(*sum_widths) if is_by_unit else sum(sum_widths),
         )
 
@@ -195,18 +196,18 @@ def _row_positions(
         num_ranks: number of ranks, whose rows follow one another.
         is_by_unit: whether rows of a rank lie unit after unit, else side by side.
     """
-    result: list[list[tuple[int, int]]] = []
+    positions: list[list[tuple[int, int]]] = []
     end, columns = 0, list(accumulate(widths, initial=0))
     for rank in range(num_ranks):
         counts = [unit_bags[rank] for unit_bags in bags]
         sizes = [width * count for width, count in zip(widths, counts, strict=True)]
         if is_by_unit:
-            firsts = list(accumulate(sizes, initial=end))[:-1]
-            result.append(list(zip(firsts, widths, strict=True)))
+            first_elements = list(accumulate(sizes, initial=end))[:-1]
+            positions.append(list(zip(first_elements, widths, strict=True)))
         else:
-            result.append([(end + column, columns[-1]) for column in columns[:-1]])
+            positions.append([(end + column, columns[-1]) for column in columns[:-1]])
         end += sum(sizes)
-    return result
+    return positions
 
 
 class NodeSumStep:
@@ -226,16 +227,16 @@ class NodeSumStep:
 
     def __init__(
         self,
-        packing: _Packing,
+        send_order: _SendOrder,
         groups: NodeRanks,
         received_sizes: list[int],
         comm_precision: CommPrecision,
         *,
         has_direct: bool,
     ) -> None:
-        self.groups, self.has_sums, self.has_direct = groups, packing.row_size > 0, has_direct
-        self.local_sizes = packing.local_sizes
-        self._packing, self._received_sizes = packing, received_sizes
+        self.groups, self.has_sums, self.has_direct = groups, send_order.row_size > 0, has_direct
+        self.local_sizes = send_order.local_sizes
+        self._send_order, self._received_sizes = send_order, received_sizes
         self._comm_precision = comm_precision
         self._rows: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -246,23 +247,28 @@ class NodeSumStep:
         `local` are the rows of this rank, flat. If `has_sums`, the result is float32; else it is
         `local`.
         """
-        packing = self._packing
+        send_order = self._send_order
         if not self.has_sums:
             self._rows = local[:0]
             return local
         rows = route.combine(
-            local, packing.targets, packing.pieces, None, packing.numel, torch.float32
+            local,
+            send_order.targets,
+            send_order.pieces,
+            None,
+            send_order.num_elements,
+            torch.float32,
         )
-        self._rows = rows[packing.direct_numel :]
-        return rows[: packing.direct_numel]
+        self._rows = rows[send_order.num_direct_elements :]
+        return rows[: send_order.num_direct_elements]
 
     def rows_to_sum(self) -> SentValues:
         """Return the rows to send to the ranks of this node that sum them."""
         rows, self._rows = self._rows, None
         assert rows is not None
         size = self.local_sizes[self.groups.local.rank]
-        received = [size] * self.groups.local.size
-        return SentValues(rows, self.local_sizes, received, FP32(), needs_one_tensor=True)
+        received_sizes = [size] * self.groups.local.size
+        return SentValues(rows, self.local_sizes, received_sizes, FP32(), needs_one_tensor=True)
 
     def add_up(self, received: Tensor) -> SentValues:
         """Add up the rows of the ranks of this node, in their order; return the sums to send.
@@ -271,25 +277,27 @@ class NodeSumStep:
         sums are float32 before they are encoded.
         """
         num_ranks = self.groups.local.size
-        size, width = self.local_sizes[self.groups.local.rank], self._packing.row_size
+        num_elements, width = self.local_sizes[self.groups.local.rank], self._send_order.row_size
         sums = received
-        if size:
+        if num_elements:
             target = route.TargetRow(
                 offset=0,
                 stride=width,
-                num_rows=size // width,
+                num_rows=num_elements // width,
                 width=width,
                 first_piece=0,
                 end_piece=num_ranks,
             )
             targets = int64_tensor([target]).to(received.device)
-            pieces = int64_tensor([route.PieceRow(r * size, width) for r in range(num_ranks)])
+            pieces = int64_tensor(
+                [route.PieceRow(rank * num_elements, width) for rank in range(num_ranks)]
+            )
             sums = route.combine(
-                received, targets, pieces.to(received.device), None, size, torch.float32
+                received, targets, pieces.to(received.device), None, num_elements, torch.float32
             )
         codec = self._comm_precision.forward
         return SentValues(
-            sums, self._packing.sent_sizes, self._received_sizes, codec, needs_one_tensor=True
+            sums, self._send_order.sent_sizes, self._received_sizes, codec, needs_one_tensor=True
         )
 
     def store_gradients(self, gradients: Tensor) -> None:
@@ -301,18 +309,23 @@ class NodeSumStep:
         gradients, self._gradients = self._gradients, None
         assert gradients is not None
         codec = self._comm_precision.backward
-        return SentValues(gradients, self._received_sizes, self._packing.sent_sizes, codec)
+        return SentValues(gradients, self._received_sizes, self._send_order.sent_sizes, codec)
 
     def unpack(self, gradients: Tensor) -> Tensor:
         """Return the gradient of the argument of `pack`, flat; float32 if `has_sums`.
 
         `gradients`, flat, are those of the rows that `pack` returned, then of the rows to sum.
         """
-        packing = self._packing
+        send_order = self._send_order
         if not self.has_sums:
             return gradients
         return route.combine_backward(
-            gradients, packing.targets, packing.pieces, None, packing.local_numel, torch.float32
+            gradients,
+            send_order.targets,
+            send_order.pieces,
+            None,
+            send_order.num_local_elements,
+            torch.float32,
         )
 
 
@@ -334,25 +347,28 @@ def start_sums(
     Returns:
         Per lookup, the rows of `direct`, then the received sums.
     """
-    pending, summed = list(direct), [step for step in steps if step is not None]
-    if not summed:
-        return pending
-    groups, with_sums = summed[0].groups, [step for step in summed if step.has_sums]
-    local = start_sending(
-        [step.rows_to_sum() for step in with_sums],
+    direct_awaitables, steps_with_sums = list(direct), [step for step in steps if step is not None]
+    if not steps_with_sums:
+        return direct_awaitables
+    groups = steps_with_sums[0].groups
+    local_steps = [step for step in steps_with_sums if step.has_sums]
+    rows_in_node = start_sending(
+        [step.rows_to_sum() for step in local_steps],
         groups.local,
         content=Content.ROWS,
         is_merged=is_merged,
     )
-    received = {id(step): rows.wait().values for step, rows in zip(with_sums, local, strict=True)}
+    rows_by_step = {
+        id(step): rows.wait().values for step, rows in zip(local_steps, rows_in_node, strict=True)
+    }
     no_rows = torch.empty(0, dtype=torch.float32, device=groups.local.device)
     sums = start_sending(
-        [step.add_up(received.pop(id(step), no_rows)) for step in summed],
+        [step.add_up(rows_by_step.pop(id(step), no_rows)) for step in steps_with_sums],
         groups.across,
         content=Content.ROWS,
         is_merged=is_merged,
     )
-    return _append_sums(steps, pending, sums)
+    return _append_sums(steps, direct_awaitables, sums)
 
 
 def start_gradients_of_sums(
@@ -369,23 +385,23 @@ def start_gradients_of_sums(
     Returns:
         Per lookup, the gradients of `direct`, then those of the rows that were summed.
     """
-    pending, summed = list(direct), [step for step in steps if step is not None]
-    if not summed:
-        return pending
-    groups = summed[0].groups
+    direct_awaitables, steps_with_sums = list(direct), [step for step in steps if step is not None]
+    if not steps_with_sums:
+        return direct_awaitables
+    groups = steps_with_sums[0].groups
     gradient_awaitables = start_sending(
-        [step.gradients_to_send() for step in summed],
+        [step.gradients_to_send() for step in steps_with_sums],
         groups.across,
         content=Content.GRADIENTS,
         is_merged=is_merged,
     )
-    received = [gradients.wait().values for gradients in gradient_awaitables]
-    gathered: list[Awaitable[ReceivedValues]] = [
+    gradients_of_steps = [gradients.wait().values for gradients in gradient_awaitables]
+    gathered_awaitables: list[Awaitable[ReceivedValues]] = [
         ReadyAwaitable(ReceivedValues(gradients))
         if not step.has_sums
         else DeferredAwaitable(
             partial(
-                _as_received,
+                _wait_for_values,
                 start_all_gather(
                     gradients,
                     step.local_sizes,
@@ -395,12 +411,12 @@ def start_gradients_of_sums(
                 ),
             )
         )
-        for step, gradients in zip(summed, received, strict=True)
+        for step, gradients in zip(steps_with_sums, gradients_of_steps, strict=True)
     ]
-    return _append_sums(steps, pending, gathered)
+    return _append_sums(steps, direct_awaitables, gathered_awaitables)
 
 
-def _as_received(pending: Awaitable[Tensor]) -> ReceivedValues:
+def _wait_for_values(pending: Awaitable[Tensor]) -> ReceivedValues:
     return ReceivedValues(pending.wait())
 
 

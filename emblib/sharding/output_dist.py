@@ -161,13 +161,13 @@ class _RowsInFlight:
 
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
-        sums = [step.node_sums for step in steps]
-        rows = self._start_sending([step.rows_to_send() for step in steps], sums, Content.ROWS)
+        node_sums = [step.node_sums for step in steps]
+        rows = self._start_sending([step.rows_to_send() for step in steps], node_sums, Content.ROWS)
         self._rows: list[Awaitable[ReceivedValues] | None] = [
-            *start_sums(sums, rows, is_merged=is_merged)
+            *start_sums(node_sums, rows, is_merged=is_merged)
         ]
         self._headers: Headers | None = None
-        self._announced: set[int] = set()  # outputs with a gradient, not yet in a header
+        self._announced_outputs: set[int] = set()  # outputs with a gradient, not yet in a header
         # By lookup: the gradients of its rows, and the gradients of replicated tables' rows.
         self._ready_gradients: dict[int, tuple[SentValues, Tensor | None]] = {}
         self._gradients_in_flight: dict[
@@ -184,21 +184,26 @@ class _RowsInFlight:
             step.local = step.gradient_sink = None
 
     def _start_sending(
-        self, values: Sequence[SentValues], sums: Sequence[NodeSumStep | None], content: Content
+        self,
+        values: Sequence[SentValues],
+        node_sums: Sequence[NodeSumStep | None],
+        content: Content,
     ) -> list[Awaitable[ReceivedValues]]:
         """Start to send values to single ranks; return an awaitable per step.
 
         A step for which no rank has such values sends nothing: its result is its own values, which
         are empty.
         """
-        is_sent = [step is None or step.has_direct for step in sums]
-        batch = [step_values for step_values, sent in zip(values, is_sent, strict=True) if sent]
+        are_sent = [step is None or step.has_direct for step in node_sums]
+        values_to_send = [
+            step_values for step_values, is_sent in zip(values, are_sent, strict=True) if is_sent
+        ]
         received = iter(
-            start_sending(batch, self._ranks, content=content, is_merged=self._is_merged)
+            start_sending(values_to_send, self._ranks, content=content, is_merged=self._is_merged)
         )
         return [
-            next(received) if sent else ReadyAwaitable(ReceivedValues(step_values.values))
-            for step_values, sent in zip(values, is_sent, strict=True)
+            next(received) if is_sent else ReadyAwaitable(ReceivedValues(step_values.values))
+            for step_values, is_sent in zip(values, are_sent, strict=True)
         ]
 
     def connect(self, index: int) -> Tensor:
@@ -228,8 +233,8 @@ class _RowsInFlight:
         """
         step = self._steps[index]
         self._add_to_scaling(grad)
-        self._announced.add(index)
-        is_last = len(self._announced) == len(self._steps)
+        self._announced_outputs.add(index)
+        is_last = len(self._announced_outputs) == len(self._steps)
         if is_last:
             self._headers = self._start_headers()
         self._ready_gradients[index] = step.backward(grad, keeps_local=not self._is_merged)
@@ -258,24 +263,26 @@ class _RowsInFlight:
         if self._scaling is not None:
             self._scaling.agree()
             self._scaling = None
-        local, gathered = self._gradients_in_flight.pop(index)
+        local_awaitable, gathered_awaitable = self._gradients_in_flight.pop(index)
         step = self._steps[index]
         return (
-            step.local_gradient(local.wait().values),
-            None if gathered is None else step.sink_gradient(gathered.wait()),
+            step.local_gradient(local_awaitable.wait().values),
+            None if gathered_awaitable is None else step.sink_gradient(gathered_awaitable.wait()),
         )
 
     def _start_headers(self) -> Headers | None:
         """Send the header of the announced gradients; return None if ranks compare no headers."""
-        indices = sorted(self._announced)
-        self._announced = set()
-        sizes = [self._steps[index].gradient_nbytes() for index in indices]
+        indices = sorted(self._announced_outputs)
+        self._announced_outputs = set()
+        nbytes = [self._steps[index].gradient_nbytes() for index in indices]
         return gradient_headers(
             indices,
-            sizes,
+            nbytes,
             self._ranks,
             is_scaled=self._scaling is not None,
-            numbers=local_digests([self._steps[i].hyperparams for i in indices], self._ranks),
+            numbers=local_digests(
+                [self._steps[index].hyperparams for index in indices], self._ranks
+            ),
         )
 
     def _add_to_scaling(self, grad: Tensor) -> None:
@@ -294,30 +301,30 @@ class _RowsInFlight:
         indices = sorted(gradients)
         if headers is not None:
             check_digests(
-                [self._steps[i].hyperparams for i in indices], headers.check(), self._ranks
+                [self._steps[index].hyperparams for index in indices], headers.check(), self._ranks
             )
         if self._scaling is not None:
             self._scaling.start()
-        sums = [self._steps[index].node_sums for index in indices]
+        node_sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
-            sums,
+            node_sums,
             self._start_sending(
-                [gradients[index][0] for index in indices], sums, Content.GRADIENTS
+                [gradients[index][0] for index in indices], node_sums, Content.GRADIENTS
             ),
             is_merged=self._is_merged,
         )
-        for index, local in zip(indices, pending, strict=True):
-            gathered, replica_grads = None, gradients[index][1]
+        for index, local_awaitable in zip(indices, pending, strict=True):
+            gathered_awaitable, replica_grads = None, gradients[index][1]
             if self._steps[index].sink_shape is not None:
                 assert replica_grads is not None
-                gathered = start_all_gather(
+                gathered_awaitable = start_all_gather(
                     replica_grads,
                     self._steps[index].replica_sizes,
                     self._ranks,
                     content=Content.GRADIENTS,
                     has_header=False,
                 )
-            self._gradients_in_flight[index] = local, gathered
+            self._gradients_in_flight[index] = local_awaitable, gathered_awaitable
 
 
 class _Scaling:

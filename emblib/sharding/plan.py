@@ -73,7 +73,7 @@ class ShardingPlan:
     world: World
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "world", _checked_world(self.world))
+        object.__setattr__(self, "world", _check_world(self.world))
         if not isinstance(self.modules, Mapping) or not all(
             isinstance(tables, Mapping) for tables in self.modules.values()
         ):
@@ -88,8 +88,10 @@ class ShardingPlan:
                         f"table {table} of a ShardingPlan must have a ParameterSharding, got "
                         f"{sharding!r}: construct_module_plan makes them from rules"
                     )
-        frozen = {path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()}
-        object.__setattr__(self, "modules", MappingProxyType(frozen))
+        read_only_modules = {
+            path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()
+        }
+        object.__setattr__(self, "modules", MappingProxyType(read_only_modules))
 
     def __getitem__(self, path: str) -> ModulePlan:
         if path not in self.modules:
@@ -124,20 +126,20 @@ class ShardingPlan:
             ValueError: `text` is not JSON that `to_json` wrote, or is of another version.
         """
         try:
-            data = json.loads(text)
+            values = json.loads(text)
         except ValueError as error:
             raise ValueError(
                 f"a plan must be the JSON that to_json made, got {text[:40]!r}"
             ) from error
-        if not isinstance(data, dict) or data.get("version") != _VERSION:
-            version = data.get("version") if isinstance(data, dict) else type(data).__name__
+        if not isinstance(values, dict) or values.get("version") != _VERSION:
+            version = values.get("version") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"a plan must be of version {_VERSION}, got {version!r}")
         try:
             modules = {
                 path: {name: _sharding_from_json(sharding) for name, sharding in tables.items()}
-                for path, tables in data["modules"].items()
+                for path, tables in values["modules"].items()
             }
-            return cls(modules, World(*map(operator.index, data["world"])))
+            return cls(modules, World(*map(operator.index, values["world"])))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"a plan must be what to_json made, whole; got {error!r}") from error
 
@@ -165,24 +167,28 @@ class ShardingPlan:
             ("module", "table", "sharding", "storage", "ranks", "shards")
         ]
         for path, tables in self.modules.items():
-            rows += [(path or "(the model)", name, *_table_cells(s)) for name, s in tables.items()]
+            rows += [
+                (path or "(the model)", name, *_table_cells(sharding))
+                for name, sharding in tables.items()
+            ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         rows.insert(1, tuple("-" * width for width in widths))
         lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
         ]
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _checked_world(world: Any) -> World:
+def _check_world(world: Any) -> World:
     """Return the `World` of a world or a `RankGroup`; TypeError or ValueError for other values."""
     try:
         size, local_size = operator.index(world.size), operator.index(world.local_size)
     except (AttributeError, TypeError):
         raise TypeError(f"world must be World(size, local_size), got {world!r}") from None
-    checked = World(size, local_size)
-    _ = checked.num_nodes  # raises ValueError
-    return checked
+    checked_world = World(size, local_size)
+    _ = checked_world.num_nodes  # raises ValueError
+    return checked_world
 
 
 def plan_from_configs(
@@ -201,7 +207,7 @@ def plan_from_configs(
         TypeError: an entry of `rules` is not a rule, `rules` is not a mapping, or `world` is not
             two ints.
     """
-    world = _checked_world(world)
+    world = _check_world(world)
     if not isinstance(rules, Mapping):
         raise TypeError(
             "the plan of a collection must be {table: rule}, e.g. {'t': row_wise()}, got "
@@ -212,7 +218,9 @@ def plan_from_configs(
         rule = rules.get(config.name)
         storage = rule.storage if isinstance(rule, ParameterSharding) else None
         shapes[config.name] = shape_of(config, storage)
-    return plan_from_shapes(shapes, {n: _as_rule(n, rule) for n, rule in rules.items()}, world)
+    return plan_from_shapes(
+        shapes, {name: _as_rule(name, rule) for name, rule in rules.items()}, world
+    )
 
 
 def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
@@ -264,10 +272,10 @@ def _table_cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     if sharding.is_replicated:
         return sharding.type.value, storage, "all", "a replica each"
     shapes = [f"{rows} x {columns}" for rows, columns in (shard.shape for shard in sharding.shards)]
-    distinct = sorted(set(shapes), key=shapes.index)
-    parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
-    omitted = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
-    return sharding.type.value, storage, format_ranks(sharding.ranks), parts + omitted
+    distinct_shapes = sorted(set(shapes), key=shapes.index)
+    shape_counts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct_shapes[:3])
+    omitted = f", ... {len(shapes)} in all" if len(distinct_shapes) > 3 else ""
+    return sharding.type.value, storage, format_ranks(sharding.ranks), shape_counts + omitted
 
 
 def format_ranks(ranks: Sequence[int], max_ranges: int | None = None) -> str:
@@ -275,23 +283,25 @@ def format_ranks(ranks: Sequence[int], max_ranges: int | None = None) -> str:
 
     Of more than `max_ranges` ranges, the others are replaced by `...`; None formats all.
     """
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
         else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:max_ranges]]
-    return ", ".join([*texts, "..."] if len(texts) < len(runs) else texts)
+            ranges.append([rank, rank])
+    texts = [
+        str(first) if first == last else f"{first}-{last}" for first, last in ranges[:max_ranges]
+    ]
+    return ", ".join([*texts, "..."] if len(texts) < len(ranges) else texts)
 
 
 def _format_storage(storage: Storage) -> str:
     """Format a storage with its options; those that are None or () are left out."""
-    choices: Any = storage
+    storage_fields: Any = storage
     values = [
-        getattr(storage, f.name)
-        for f in fields(choices)
-        if getattr(storage, f.name) not in (None, ())
+        getattr(storage, field.name)
+        for field in fields(storage_fields)
+        if getattr(storage, field.name) not in (None, ())
     ]
     texts = (str(value.value if isinstance(value, Enum) else value) for value in values)
     return f"{type(storage).__name__}({', '.join(texts)})"
@@ -320,7 +330,7 @@ def _sharding_to_json(sharding: ParameterSharding) -> dict[str, Any]:
 def _to_json_value(value: Any) -> Any:
     """Convert a field of a storage, or a mapping of its fields, to a JSON value."""
     if isinstance(value, Mapping):
-        return {key: _to_json_value(entry) for key, entry in value.items()}
+        return {name: _to_json_value(field_value) for name, field_value in value.items()}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, torch.dtype | Path):
@@ -332,8 +342,14 @@ def _sharding_from_json(values: Mapping[str, Any]) -> ParameterSharding:
     """Return the sharding of the JSON values that `_sharding_to_json` returned."""
     storage: Any = None
     if values["kind"] is not None:
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in values["kind"].items()}
+        options = {
+            name: tuple(option) if isinstance(option, list) else option
+            for name, option in values["kind"].items()
+        }
         storage = _plan_storages()[str(options.pop("name"))].from_plan(options)
     boxes = [map(operator.index, box) for box in values["boxes"]]
-    shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in boxes)
+    shards = tuple(
+        Shard(rank, (first_row, end_row), (first_column, end_column))
+        for rank, first_row, end_row, first_column, end_column in boxes
+    )
     return ParameterSharding(ShardingType(values["type"]), shards, storage)

@@ -12,6 +12,7 @@ range of received rows that is summed into it.
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -94,15 +95,15 @@ class _Sources:
         self.unit_widths = [[unit.columns for unit in rank_layout.units] for rank_layout in layouts]
         self.spans = [
             span
-            for f in range(len(layout.features))
-            for span in _spans_of(layout, self.all_layouts, f)
+            for feature in range(len(layout.features))
+            for span in _spans_of(layout, self.all_layouts, feature)
         ]
         self.first_columns = {
             (source, unit): column
             for source, source_layout in enumerate(self.all_layouts)
             for unit, column in zip(
                 source_layout.units,
-                accumulate((u.columns for u in source_layout.units), initial=0),
+                accumulate((unit.columns for unit in source_layout.units), initial=0),
                 strict=False,
             )
         }
@@ -136,21 +137,22 @@ class PooledOutputDist(LayoutBuffers):
         if sums is not None:
             self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
         all_units = [
-            (r, unit)
-            for r, rank_layout in enumerate(layout.ranks)
+            (rank, unit)
+            for rank, rank_layout in enumerate(layout.ranks)
             for unit in rank_layout.all_units
         ]
         # Number of each (rank, unit) in the order in which ids are sent.
         self._unit_numbers = {unit: number for number, unit in enumerate(all_units)}
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._has_means = any(feature.is_mean for feature in layout.features)
-        order = [unit.feature for unit in layout.ranks[0].units]
-        self._is_in_order = not self._has_means and order == list(range(len(layout.features)))
+        unit_features = [unit.feature for unit in layout.ranks[0].units]
+        is_in_order = unit_features == list(range(len(layout.features)))
+        self._is_in_order = not self._has_means and is_in_order
         constant, by_bag = self._equal_batch_descriptors()
         widths = {"targets": len(TargetColumn), "pieces": len(PieceColumn)}
-        for name, lists in (("constant", constant), ("by_bag", by_bag)):
-            for (kind, width), rows in zip(widths.items(), lists, strict=True):
-                self.register_layout(f"{name}_{kind}", int64_tensor(rows, width), ranks.device)
+        for term, lists in (("constant", constant), ("by_bag", by_bag)):
+            for (list_name, width), rows in zip(widths.items(), lists, strict=True):
+                self.register_layout(f"{term}_{list_name}", int64_tensor(rows, width), ranks.device)
 
     # For batches with B bags of every feature the descriptors are `constant + B * by_bag`.
     constant_targets: Tensor  # int64 `[spans, 7]`
@@ -182,15 +184,16 @@ class PooledOutputDist(LayoutBuffers):
         replica_sizes = (
             self._count_elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
-        descriptors, bags, node_sums = self._describe_copies(received), received.bag_counts, None
+        descriptors, node_sums = self._describe_copies(received), None
+        bag_counts = received.bag_counts
         if self._node_sums is not None and not received.skips_sums:
             node_sums = self._node_sums.step(
-                bags,
+                bag_counts,
                 descriptors.received_sizes[self._ranks.size :],
                 self._comm_precision,
                 is_by_unit=received.is_by_unit,
             )
-            bags = self._node_sums.direct_bags(bags)
+            bag_counts = self._node_sums.direct_bags(bag_counts)
         widths = self._sources_of(received).unit_widths[self._ranks.rank]
         return _PooledStep(
             local,
@@ -200,7 +203,7 @@ class PooledOutputDist(LayoutBuffers):
             _PooledRoute(
                 descriptors=descriptors,
                 lengths=received.inputs.lengths if self._has_means else None,
-                sent_sizes=self._count_elements(widths, bags),
+                sent_sizes=self._count_elements(widths, bag_counts),
                 shape=self._output_shape(received),
                 node_sums=node_sums,
             ),
@@ -250,11 +253,11 @@ class PooledOutputDist(LayoutBuffers):
 
         `bags[u][r]` is the number of bags of unit u for rank r; units beyond `widths` are ignored.
         """
-        sums = [0] * self._ranks.size
+        num_elements = [0] * self._ranks.size
         for width, counts in zip(widths, bags, strict=False):
             for rank, count in enumerate(counts):
-                sums[rank] += count * width
-        return sums
+                num_elements[rank] += count * width
+        return num_elements
 
     # Arguments of route.combine
 
@@ -267,14 +270,14 @@ class PooledOutputDist(LayoutBuffers):
         inputs = received.inputs
         if received.is_by_unit:
             return self._describe_copies_by_unit(received)
-        batch = inputs.bag_counts[0] if inputs.bag_counts else 0
+        batch_size = inputs.bag_counts[0] if inputs.bag_counts else 0
         return _CopyDescriptors(
-            targets=torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
-            pieces=torch.add(self.constant_pieces, self.by_bag_pieces, alpha=batch),
+            targets=torch.add(self.constant_targets, self.by_bag_targets, alpha=batch_size),
+            pieces=torch.add(self.constant_pieces, self.by_bag_pieces, alpha=batch_size),
             row_numbers=None,
-            received_sizes=[batch * source.columns for source in self._sources.layouts],
-            replicated_numel=batch * self._layout.replicated.columns,
-            output_numel=batch * self._layout.columns,
+            received_sizes=[batch_size * source.columns for source in self._sources.layouts],
+            replicated_numel=batch_size * self._layout.replicated.columns,
+            output_numel=batch_size * self._layout.columns,
         )
 
     def _equal_batch_descriptors(self) -> tuple[Any, Any]:
@@ -311,18 +314,18 @@ class PooledOutputDist(LayoutBuffers):
 
     def _describe_copies_by_unit(self, received: IncomingBatch) -> _CopyDescriptors:
         """Return the descriptors of rows that are sent unit by unit, each with its own count."""
-        starts, received_sizes = self._starts_by_unit(received)
+        unit_starts, received_sizes = self._starts_by_unit(received)
         inputs, features = received.inputs, self._layout.features
         bag_counts = inputs.bag_counts
         row_numbers = received.sent.row_numbers if received.sent else None
         first_bags = [0, *accumulate(bag_counts)]
-        sizes = [n * f.dim for n, f in zip(bag_counts, features, strict=True)]
-        first_elements = [0, *accumulate(sizes)]  # of each feature in a flat output
+        feature_sizes = map(mul, bag_counts, (feature.dim for feature in features))
+        first_elements = [0, *accumulate(feature_sizes)]  # of each feature in a flat output
         sources = self._sources_of(received)
         targets: list[route.TargetRow] = []
         pieces: list[route.PieceRow] = []
         for span in sources.spans:
-            feature, count = features[span.feature], bag_counts[span.feature]
+            feature, num_bags = features[span.feature], bag_counts[span.feature]
             first_piece = len(pieces)
             for source, unit, column in span.units:
                 if source == len(sources.layouts) and not inputs.is_variable:
@@ -331,10 +334,10 @@ class PooledOutputDist(LayoutBuffers):
                     pieces.append(route.PieceRow(offset, stride))
                     continue
                 # Rows of one unit, which may have rows of some of the bags only.
-                offset, number = starts[source, unit]
+                offset, number = unit_starts[source, unit]
                 offset += column - sources.first_columns[source, unit]
                 has_row_numbers = row_numbers is not None and number >= 0
-                first_row = number * count if has_row_numbers else -1
+                first_row = number * num_bags if has_row_numbers else -1
                 pieces.append(route.PieceRow(offset, unit.columns, first_row))
             offset, stride = span.column, self._layout.columns
             if inputs.is_variable:
@@ -344,7 +347,7 @@ class PooledOutputDist(LayoutBuffers):
                 route.TargetRow(
                     offset=offset,
                     stride=stride,
-                    num_rows=count,
+                    num_rows=num_bags,
                     width=span.width,
                     first_piece=first_piece,
                     end_piece=len(pieces),
@@ -372,7 +375,7 @@ class PooledOutputDist(LayoutBuffers):
         bags.
         """
         inputs, sent = received.inputs, received.sent
-        starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
+        unit_starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
         position = 0
         received_sizes = []
         layouts = self._sources_of(received).layouts
@@ -380,16 +383,16 @@ class PooledOutputDist(LayoutBuffers):
             source_begin = position
             for unit in source_layout.units:
                 number = self._unit_numbers.get((source, unit), -1)
-                starts[source, unit] = position, number
-                count = inputs.bag_counts[unit.feature]
+                unit_starts[source, unit] = position, number
+                num_rows = inputs.bag_counts[unit.feature]
                 if sent is not None and number >= 0:
-                    count = sent.unit_bags[number]
-                position += count * unit.columns
+                    num_rows = sent.unit_bags[number]
+                position += num_rows * unit.columns
             received_sizes.append(position - source_begin)
         for unit in self._layout.replicated.units:
-            starts[len(layouts), unit] = position, -1
+            unit_starts[len(layouts), unit] = position, -1
             position += inputs.bag_counts[unit.feature] * unit.columns
-        return starts, received_sizes
+        return unit_starts, received_sizes
 
 
 class _PooledRoute(NamedTuple):
@@ -479,17 +482,17 @@ class _PooledStep(OutputStep):
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[SentValues, Tensor | None]:
         """Return the gradients of rows to send, pooled, and those of replicated tables' rows."""
         descriptors, ranks = self._descriptors, self._ranks
-        total, codec = sum(descriptors.received_sizes), self._comm_precision.backward
+        num_received, codec = sum(descriptors.received_sizes), self._comm_precision.backward
         keeps_local = keeps_local and codec.is_identity and self.node_sums is None
-        unsent = local_slice(self._sent_sizes, ranks) if keeps_local else None
+        kept_slice = local_slice(self._sent_sizes, ranks) if keeps_local else None
         arguments = (
             grad.contiguous().view(-1),
             descriptors.targets,
             descriptors.pieces,
             self._lengths,
-            total + descriptors.replicated_numel,
+            num_received + descriptors.replicated_numel,
         )
-        if unsent is None:
+        if kept_slice is None:
             flat = route.combine_backward(
                 *arguments, torch.float32, descriptors.row_numbers, self._scale
             )
@@ -500,25 +503,25 @@ class _PooledStep(OutputStep):
                 *arguments,
                 descriptors.row_numbers,
                 self._scale,
-                local=unsent.select(self._local_grads),
+                local=kept_slice.select(self._local_grads),
                 local_begin=sum(descriptors.received_sizes[: ranks.rank]),
             )
         num_sent = flat.numel() - descriptors.replicated_numel
-        sent, replica_grads = flat[:num_sent], flat[num_sent:]
+        sent_gradients, replica_grads = flat[:num_sent], flat[num_sent:]
         if self.sink_shape is None and descriptors.replicated_numel and self._scale != 1.0:
             replica_grads /= self._scale  # DistributedDataParallel averages these instead
         if self.node_sums is not None:
             num_direct = sum(self._received_sizes)
-            self.node_sums.store_gradients(sent[num_direct:])
-            return self._gradients(sent[:num_direct]), replica_grads
-        if unsent is None or self._local_grads is None:
-            return self._gradients(sent), replica_grads
+            self.node_sums.store_gradients(sent_gradients[num_direct:])
+            return self._gradients(sent_gradients[:num_direct]), replica_grads
+        if kept_slice is None or self._local_grads is None:
+            return self._gradients(sent_gradients), replica_grads
         values = SentValues(
-            sent,
+            sent_gradients,
             without_local_size(descriptors.received_sizes, ranks),
             without_local_size(self._sent_sizes, ranks),
             codec,
-            unsent.select_others(self._local_grads),
+            kept_slice.select_others(self._local_grads),
         )
         return values, replica_grads
 
@@ -526,8 +529,8 @@ class _PooledStep(OutputStep):
         """Return the gradient of the local lookup, from the received gradients, flat."""
         if self.node_sums is not None:
             return self.node_sums.unpack(received).view(self.local_shape)
-        grads, self._local_grads = self._local_grads, None
-        return (received if grads is None else grads).view(self.local_shape)
+        local_grads, self._local_grads = self._local_grads, None
+        return (received if local_grads is None else local_grads).view(self.local_shape)
 
 
 def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:
@@ -536,22 +539,22 @@ def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: 
     `layouts` are those of all sources. The units of a span are in the order of rows, then of
     sources, which is the order of summation.
     """
-    sources: list[tuple[int, LookupUnit, int]] = []
-    for rank, rank_layout in enumerate(layouts):
+    units: list[tuple[int, LookupUnit, int]] = []
+    for source, rank_layout in enumerate(layouts):
         column = 0
         for unit in rank_layout.units:
             if unit.feature == feature:
-                sources.append((rank, unit, column))
+                units.append((source, unit, column))
             column += unit.columns
-    cuts = sorted({edge for _, unit, _ in sources for edge in unit.shard.columns})
+    column_cuts = sorted({edge for _, unit, _ in units for edge in unit.shard.columns})
     spans = []
-    for begin, end in pairwise(cuts):
-        covering = [
-            (rank, unit, column + begin - unit.shard.columns[0])
-            for rank, unit, column in sources
+    for begin, end in pairwise(column_cuts):
+        covering_units = [
+            (source, unit, column + begin - unit.shard.columns[0])
+            for source, unit, column in units
             if unit.shard.columns[0] <= begin and end <= unit.shard.columns[1]
         ]
-        covering.sort(key=lambda source: (source[1].shard.rows, source[0]))
+        covering_units.sort(key=lambda entry: (entry[1].shard.rows, entry[0]))
         column = layout.features[feature].column + begin
-        spans.append(_Span(feature, column, end - begin, covering))
+        spans.append(_Span(feature, column, end - begin, covering_units))
     return spans

@@ -175,11 +175,11 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 called for the same values on all replicas, in the same order.
             skipped_states: names of the optimizer states that do not change; None for all states.
         """
-        for chunk in _chunks(self._replicated_values(skipped_states)):
-            buffer = torch.cat([value.float().reshape(-1) for value in chunk])
+        for message in _split_into_messages(self._replicated_values(skipped_states)):
+            buffer = torch.cat([value.float().reshape(-1) for value in message])
             collective(buffer)
-            new_values = buffer.split([value.numel() for value in chunk])
-            for value, new_value in zip(chunk, new_values, strict=True):
+            new_values = buffer.split([value.numel() for value in message])
+            for value, new_value in zip(message, new_values, strict=True):
                 value.copy_(new_value.view_as(value))
         # Writes to views of tables on disk count only once they are committed.
         for groups in self._table_groups():
@@ -241,23 +241,24 @@ class ReplicatedModelParallel(DistributedModelParallel):
         }
 
 
-def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
+def _split_into_messages(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of slices of the tensors, in order, as views.
 
     A list has about `_VALUES_PER_MESSAGE` values. Tensors are cut between rows, and must have at
     least one dimension.
     """
     chunk: list[Tensor] = []
-    values_left = _VALUES_PER_MESSAGE
+    num_values_left = _VALUES_PER_MESSAGE
     for tensor in tensors:
-        start = 0
-        while start < len(tensor):
+        first_row = 0
+        while first_row < len(tensor):
             row_numel = max(1, tensor[0].numel())
-            num_rows = min(len(tensor) - start, max(1, values_left // row_numel))
-            chunk.append(tensor[start : start + num_rows])
-            start, values_left = start + num_rows, values_left - num_rows * row_numel
-            if values_left <= 0:
+            num_rows = min(len(tensor) - first_row, max(1, num_values_left // row_numel))
+            chunk.append(tensor[first_row : first_row + num_rows])
+            first_row += num_rows
+            num_values_left -= num_rows * row_numel
+            if num_values_left <= 0:
                 yield chunk
-                chunk, values_left = [], _VALUES_PER_MESSAGE
+                chunk, num_values_left = [], _VALUES_PER_MESSAGE
     if chunk:
         yield chunk

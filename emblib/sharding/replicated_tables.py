@@ -68,10 +68,14 @@ class ReplicatedTables(LayoutBuffers):
         """
         self.restore_layout()
         ids, offsets, weights = select_features(inputs, self._features, self.order)
-        sizes = [[inputs.bag_counts[f]] for f in self._features] if inputs.is_variable else None
+        batch_sizes = (
+            [[inputs.bag_counts[feature]] for feature in self._features]
+            if inputs.is_variable
+            else None
+        )
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
         return in_grad_mode(self.groups, enabled=with_grad)(
-            ids, offsets, weights, batch_sizes=sizes
+            ids, offsets, weights, batch_sizes=batch_sizes
         )
 
     def select_entries(self, inputs: LocalBatch, values: Tensor) -> Tensor:
@@ -94,14 +98,14 @@ class ReplicatedTables(LayoutBuffers):
         first_bag = received.offsets.numel() - 1 - sum(map(sum, bag_counts))
         first_id = received.ids.numel() - received.num_replicated_ids
         offsets = received.offsets[first_bag:] - first_id
-        sizes = bag_counts if received.inputs.is_variable else None
+        batch_sizes = bag_counts if received.inputs.is_variable else None
         ids, weights = received.ids[first_id:], received.weights
         # Every rank computes the gradient of these weights; the rank that sent them adds them up.
         if weights is not None:
             weights = ScaledGradient.apply(weights[first_id:], 1.0 / self._world_size)
 
         def look_up(weights: Tensor | None) -> Tensor:
-            return self.groups(ids, offsets, weights, batch_sizes=sizes)
+            return self.groups(ids, offsets, weights, batch_sizes=batch_sizes)
 
         grad_anchor = self.grad_anchor.detach().requires_grad_()
         anchors = [
@@ -169,12 +173,12 @@ def select_features(
         `[L]`, which keep their gradient; None without weights.
     """
     first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
-    starts, id_counts = inputs.starts(), inputs.count_ids()
-    total = sum(id_counts[f] for f in features)
-    num_bags = sum(inputs.bag_counts[f] for f in features)
+    feature_starts, id_counts = inputs.starts(), inputs.count_ids()
+    num_ids = sum(id_counts[feature] for feature in features)
+    num_bags = sum(inputs.bag_counts[feature] for feature in features)
     lengths = route.gather_segments(inputs.lengths, first_bags, order, num_bags)
-    ids = route.gather_segments(inputs.ids, starts, order, total)
+    ids = route.gather_segments(inputs.ids, feature_starts, order, num_ids)
     weights = inputs.weights
     if weights is not None:
-        weights = route.gather_segments(weights, starts, order, total)
+        weights = route.gather_segments(weights, feature_starts, order, num_ids)
     return ids, running_sums(lengths), weights

@@ -76,7 +76,7 @@ def construct_module_plan(
         >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].shards[1].rows
         (4, 8)
     """
-    return plan_from_configs(_configs(collection), rules, world)
+    return plan_from_configs(_configs_of(collection), rules, world)
 
 
 def shard(
@@ -127,7 +127,7 @@ def shard(
         'ShardedEmbeddingBagCollection'
     """
     ranks = RankGroup.from_value(ranks)
-    selected = fingerprint.agree(
+    selected_collections = fingerprint.agree(
         ranks,
         lambda: _select_collections(module, plan, ranks),
         lambda selected: fingerprint.merge_descriptions(
@@ -141,7 +141,7 @@ def shard(
     )
     _warn_of_duplicates(module)
     modules, shared = [], SharedTablesOfModel()
-    for collection in selected:
+    for collection in selected_collections:
         sharded = collection.sharded_class(
             collection.source,
             collection.plan,
@@ -156,7 +156,7 @@ def shard(
             return sharded
         modules.append(sharded)
     # Replace only after all are constructed: if one fails, the model does not change.
-    for collection, sharded in zip(selected, modules, strict=True):
+    for collection, sharded in zip(selected_collections, modules, strict=True):
         _replace(module, collection.source, sharded)
     mark_as_replicas(module, ranks)
     return module
@@ -197,54 +197,61 @@ def _select_collections(
             f"the plan is for {plan.world.size} ranks, but there are {ranks.size}: plan again"
         )
     plans = _plans_by_path(plan)
-    paths = _collections_by_path(module, plans)
-    unknown = sorted(plans.keys() - paths.keys())
-    if unknown:
+    collections_by_path = _collections_by_path(module, plans)
+    unknown_paths = sorted(plans.keys() - collections_by_path.keys())
+    if unknown_paths:
         raise ValueError(
-            f"a plan names collections by their paths: {unknown} are not paths of collections, "
-            f"which are {sorted(paths)}"
+            f"a plan names collections by their paths: {unknown_paths} are not paths of "
+            f"collections, which are {sorted(collections_by_path)}"
         )
     world = World(ranks.size, ranks.local_size)
-    selected: dict[int, _SelectedCollection] = {}
+    selected_by_id: dict[int, _SelectedCollection] = {}
     for path, rules in plans.items():
-        source = paths[path]
+        source = collections_by_path[path]
         collection = _SelectedCollection(
             path, source, construct_module_plan(source, rules, world), sharded_form(source, path)
         )
-        first_collection = selected.setdefault(id(source), collection)
+        first_collection = selected_by_id.setdefault(id(source), collection)
         if first_collection.plan != collection.plan:
             raise ValueError(
                 f"{first_collection.path!r} and {path!r} are paths of one collection, but the plan "
                 "has different rules for them: name one of the paths, or make two collections"
             )
-    unselected = {path: child for path, child in paths.items() if id(child) not in selected}
+    unselected_collections = {
+        path: child
+        for path, child in collections_by_path.items()
+        if id(child) not in selected_by_id
+    }
     check_plans_of_shared(
-        [(collection.path, collection.source, collection.plan) for collection in selected.values()],
-        unselected,
+        [
+            (collection.path, collection.source, collection.plan)
+            for collection in selected_by_id.values()
+        ],
+        unselected_collections,
     )
-    return list(selected.values())
+    return list(selected_by_id.values())
 
 
 def _describe(
     module: nn.Module,
     plan: ShardingPlan | Rules,
-    selected: list[_SelectedCollection] | None,
+    selected_collections: list[_SelectedCollection] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
     """Describe the collections at the paths of a plan, for the comparison of ranks.
 
-    `selected` is the result of `_select_collections`; None if it failed, e.g. because of a path
-    without a collection, which is then left out.
+    `selected_collections` is the result of `_select_collections`; None if it failed, e.g. because
+    of a path without a collection, which is then left out.
     """
     plan_paths = list(_plans_by_path(plan))
-    paths = _collections_by_path(module, plan_paths)
-    plans = {collection.path: collection.plan for collection in selected or ()}
+    collections_by_path = _collections_by_path(module, plan_paths)
+    plans = {collection.path: collection.plan for collection in selected_collections or ()}
     description: dict[str, dict[str, Any]] = {
         "": {"collections": [path or "(the model)" for path in plan_paths]}
     }
     first_readers: dict[int, str] = {}  # path of the first reader, by id() of a shared table
     for path in plan_paths:
-        source: Any = paths.get(path)
+        source: Any = collections_by_path.get(path)
         if source is None:
             continue
         configs, default = trained_configs(source, optimizer), optimizer or source.optimizer
@@ -267,18 +274,20 @@ def _collections_by_path(module: nn.Module, plan_paths: Iterable[str]) -> dict[s
     A collection at several paths has several entries. A path through a module that is itself at
     several paths is included only if it is the first one or in `plan_paths`.
     """
-    paths = collections_of(module)
-    collections = {id(collection) for collection in paths.values()}
-    for path, parent in module.named_modules():
+    collections_by_path = collections_of(module)
+    collection_ids = {id(collection) for collection in collections_by_path.values()}
+    for parent_path, parent in module.named_modules():
         for name, child in parent._modules.items():
-            if child is not None and id(child) in collections:
-                paths.setdefault(f"{path}.{name}" if path else name, child)
-    for path in plan_paths:
+            if child is not None and id(child) in collection_ids:
+                collections_by_path.setdefault(
+                    f"{parent_path}.{name}" if parent_path else name, child
+                )
+    for parent_path in plan_paths:
         with suppress(AttributeError):
-            child = module.get_submodule(path)
-            if id(child) in collections:
-                paths.setdefault(path, child)
-    return paths
+            child = module.get_submodule(parent_path)
+            if id(child) in collection_ids:
+                collections_by_path.setdefault(parent_path, child)
+    return collections_by_path
 
 
 def _replace(module: nn.Module, source: nn.Module, sharded: nn.Module) -> None:
@@ -297,30 +306,34 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
             that a subclass or the instance has changed, modules, parameters or buffers in addition
             to its tables, or hooks.
     """
-    kind = type(source)
-    base = next((base for base in kind.__mro__ if base in SHARDED), None)
-    if base is None:
-        names = sorted({kind.__name__ for kind in SHARDED})
-        raise TypeError(f"what is sharded must be one of {', '.join(names)}, got {kind.__name__}")
-    subclasses = kind.__mro__[: kind.__mro__.index(base)]
+    collection_class = type(source)
+    base_class = next(
+        (base_class for base_class in collection_class.__mro__ if base_class in SHARDED), None
+    )
+    if base_class is None:
+        names = sorted({collection_class.__name__ for collection_class in SHARDED})
+        raise TypeError(
+            f"what is sharded must be one of {', '.join(names)}, got {collection_class.__name__}"
+        )
+    subclasses = collection_class.__mro__[: collection_class.__mro__.index(base_class)]
     changed_names = sorted(
         {
             name
-            for cls in subclasses
-            for name in vars(cls)
-            if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
+            for subclass in subclasses
+            for name in vars(subclass)
+            if hasattr(base_class, name) and (not name.startswith("__") or name == "__call__")
         }
         - _HARMLESS_NAMES
     )
     if changed_names:
         raise TypeError(
-            f"the collection{f' at {path!r}' if path else ''} is a {kind.__name__}, a subclass of "
-            f"{base.__name__} that changes {', '.join(changed_names)}, which its sharded form "
-            "would not do: put the collection into a module that does it, or leave it out of the "
-            "plan"
+            f"the collection{f' at {path!r}' if path else ''} is a {collection_class.__name__}, "
+            f"a subclass of {base_class.__name__} that changes {', '.join(changed_names)}, "
+            "which its sharded form would not do: put the collection into a module that does it, "
+            "or leave it out of the plan"
         )
-    _check_instance(source, base, path)
-    return SHARDED[base]
+    _check_instance(source, base_class, path)
+    return SHARDED[base_class]
 
 
 _HARMLESS_NAMES = {"extra_repr"}  # methods that a subclass may change
@@ -351,7 +364,7 @@ def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
         )
 
 
-def _configs(collection: Any) -> Any:
+def _configs_of(collection: Any) -> Any:
     """Return the configurations of a collection; raise TypeError for any other value."""
     if not isinstance(collection, tuple(SHARDED)):
         raise TypeError(

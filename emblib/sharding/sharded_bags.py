@@ -6,6 +6,7 @@ returns the pooled rows and assembles the output.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         Raises:
             Exception: see `ShardedTables.input_request`.
         """
-        return CollectionRequests([self.input_request(features)], _single_batch)
+        return CollectionRequests([self.input_request(features)], _only_batch)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Look up a received batch.
@@ -193,16 +194,16 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
     ) -> CollectionSteps:
         """Return the lookup whose rows can be sent; its output is joined to a `KeyedTensor`."""
-        local, replica_rows = rows
+        local_rows, replica_rows = rows
 
         def join(outputs: list[Awaitable[Tensor]]) -> LazyAwaitable[KeyedTensor]:
             output = partial(self._output, outputs[0], received)
             return LazyDeferredAwaitable(in_grad_mode(output, enabled=torch.is_grad_enabled()))
 
         if received.sent is None:
-            return CollectionSteps([self._output_dist.local_output(local, received)], join)
-        sink = self._gradient_sink(received)
-        step = self._output_dist.step(local, replica_rows, sink, received)
+            return CollectionSteps([self._output_dist.local_output(local_rows, received)], join)
+        gradient_sink = self._gradient_sink(received)
+        step = self._output_dist.step(local_rows, replica_rows, gradient_sink, received)
         step.hyperparams = self.hyperparams
         return CollectionSteps([step], join)
 
@@ -243,9 +244,10 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def _expand(self, values: Tensor, received: IncomingBatch) -> Tensor:
         """Expand flat rows of the bags of each feature to rows of examples, `[B, sum D]`."""
         inputs = received.inputs
-        sizes = [count * dim for count, dim in zip(inputs.bag_counts, self._dims, strict=True)]
+        block_sizes = list(map(mul, inputs.bag_counts, self._dims))
         blocks = [
-            block.view(-1, dim) for block, dim in zip(values.split(sizes), self._dims, strict=True)
+            block.view(-1, dim)
+            for block, dim in zip(values.split(block_sizes), self._dims, strict=True)
         ]
         if inputs.inverse is not None:
             blocks = [
@@ -255,7 +257,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return torch.cat(blocks, dim=1)
 
 
-def _single_batch(batches: list[IncomingBatch]) -> IncomingBatch:
+def _only_batch(batches: list[IncomingBatch]) -> IncomingBatch:
     """Return the only batch: the collection has one `InputDist`."""
     (batch,) = batches
     return batch

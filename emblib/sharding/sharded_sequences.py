@@ -145,9 +145,9 @@ class SequenceTables(ShardedTables):
             "first": [unit.shard.columns[0] // width for unit in all_units],
             "count": [unit.columns // width for unit in all_units],
             "is_sharded": [
-                i < len(rank.units)
+                unit_index < len(rank.units)
                 for rank in self.layout.ranks
-                for i in range(len(rank.all_units))
+                for unit_index in range(len(rank.all_units))
             ],
         }
         # Int64 `[units of all ranks]`. A unit has the `count` slices of a vector from slice `first`
@@ -173,9 +173,9 @@ class SequenceTables(ShardedTables):
 
         The output is `[L, dim]` in the order of the batch.
         """
-        local, replica_rows = rows
+        local_rows, replica_rows = rows
         if received.sent is None:
-            return self._local_output(local, received)
+            return self._local_output(local_rows, received)
         vector_route = in_grad_mode(self._route, enabled=False)(received)
         gradient_sink = None
         if (
@@ -187,7 +187,7 @@ class SequenceTables(ShardedTables):
                 received, (sum(vector_route.num_replica_rows), self.dim)
             )
         return _SequenceStep(
-            local,
+            local_rows,
             replica_rows,
             gradient_sink,
             vector_route,
@@ -197,12 +197,12 @@ class SequenceTables(ShardedTables):
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Reorder vectors that were not sent from the modules' order to that of the batch."""
-        order = [unit.feature for unit in self._local_layout.units]
-        if order == sorted(order):
+        unit_features = [unit.feature for unit in self._local_layout.units]
+        if unit_features == sorted(unit_features):
             return local
         id_counts = received.inputs.count_ids()
-        unit_rows = local.split([id_counts[f] for f in order])
-        return torch.cat([unit_rows[order.index(f)] for f in range(len(order))])
+        unit_rows = local.split([id_counts[feature] for feature in unit_features])
+        return torch.cat([unit_rows[i] for i in map(unit_features.index, sorted(unit_features))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
         """Return the route of the vectors of a batch."""
@@ -214,19 +214,19 @@ class SequenceTables(ShardedTables):
         positions = self._input_dist.positions(received)
         if self._has_equal_widths and self.dim == self.vector_format.width:
             # Every vector is one slice.
-            num_sent, output_slices = received.num_ids, positions
-            num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
+            num_sent_slices, output_slices = received.num_ids, positions
+            num_received_slices = [num_ids - sent.num_replicated_ids for num_ids in sent.num_ids]
         else:
             num_slices = num_slices * num_slices.new_tensor(self._slices_per_unit)
-            num_sent = num_slices.sum(1).tolist()
-            output_slices, num_received = self._output_slices(positions, received)
+            num_sent_slices = num_slices.sum(1).tolist()
+            output_slices, num_received_slices = self._output_slices(positions, received)
         return _SequenceRoute(
-            send_order=_transposed_order(num_slices.t(), sum(num_sent)),
+            send_order=_transposed_order(num_slices.t(), sum(num_sent_slices)),
             output_slices=output_slices,
             replica_positions=self._replica_positions(received),
             replica_order=_transposed_order(replica_counts, received.num_replicated_ids),
-            num_sent_slices=num_sent,
-            num_received_slices=num_received,
+            num_sent_slices=num_sent_slices,
+            num_received_slices=num_received_slices,
             num_replica_rows=replica_counts.sum(1).tolist(),
             num_ids=inputs.ids.numel(),
         )
@@ -253,16 +253,19 @@ class SequenceTables(ShardedTables):
         ids_per_unit *= self._unit_slices.get_buffer("is_sharded")
         slices_per_unit = (ids_per_unit * self._unit_slices.get_buffer("count")).tolist()
         unit_bounds = accumulate((len(rank.all_units) for rank in self.layout.ranks), initial=0)
-        num_received = [sum(slices_per_unit[begin:end]) for begin, end in pairwise(unit_bounds)]
+        num_received_slices = [
+            sum(slices_per_unit[begin:end]) for begin, end in pairwise(unit_bounds)
+        ]
         # Per id: its first slice in the output, and the number of its slices from the unit.
-        first_slice = torch.repeat_interleave(self._unit_slices.get_buffer("first"), ids_per_unit)
-        first_slice += positions * (self.dim // self.vector_format.width)
+        first_slices = torch.repeat_interleave(self._unit_slices.get_buffer("first"), ids_per_unit)
+        first_slices += positions * (self.dim // self.vector_format.width)
         num_slices = torch.repeat_interleave(self._unit_slices.get_buffer("count"), ids_per_unit)
         slices_before = num_slices.cumsum(0) - num_slices
         # Per slice: its number among the slices of its id.
-        slice_in_id = torch.arange(sum(num_received), device=positions.device)
-        slice_in_id -= torch.repeat_interleave(slices_before, num_slices)
-        return torch.repeat_interleave(first_slice, num_slices) + slice_in_id, num_received
+        slice_numbers = torch.arange(sum(num_received_slices), device=positions.device)
+        slice_numbers -= torch.repeat_interleave(slices_before, num_slices)
+        slice_numbers += torch.repeat_interleave(first_slices, num_slices)
+        return slice_numbers, num_received_slices
 
     def _replica_positions(self, received: IncomingBatch) -> Tensor | None:
         """Return the positions of the ids of replicated tables, int64; None without any."""
@@ -279,11 +282,11 @@ def _transposed_order(counts: Tensor, total: int) -> Tensor:
     The rows lie in segments (0, 0), (0, 1), ...; segment (a, b) has `counts[a, b]` rows, `total` in
     all. The result lists the rows of segments (0, 0), (1, 0), ..., (0, 1), and so on.
     """
-    num_rows, num_columns = counts.shape
+    num_segment_rows, num_columns = counts.shape
     starts = running_sums(counts.reshape(-1).long())
     order = (
-        torch.arange(num_rows * num_columns, device=counts.device)
-        .view(num_rows, num_columns)
+        torch.arange(num_segment_rows * num_columns, device=counts.device)
+        .view(num_segment_rows, num_columns)
         .t()
         .reshape(-1)
     )
@@ -303,13 +306,13 @@ class _SequenceStep(OutputStep):
         *,
         merges_rows: bool,
     ) -> None:
-        replica_sizes = [n * tables.dim for n in vector_route.num_replica_rows]
+        replica_sizes = [count * tables.dim for count in vector_route.num_replica_rows]
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, merges_rows=merges_rows)
         self._route, self._tables, self.hyperparams = vector_route, tables, tables.hyperparams
         # Elements to and from each rank; the route has the numbers of slices.
         width = tables.vector_format.width
-        self._sent_sizes = [n * width for n in vector_route.num_sent_slices]
-        self._received_sizes = [n * width for n in vector_route.num_received_slices]
+        self._sent_sizes = [count * width for count in vector_route.num_sent_slices]
+        self._received_sizes = [count * width for count in vector_route.num_received_slices]
         # Gradients of this rank's own vectors that are not sent, from `backward` to
         # `local_gradient`.
         self._local_grads: Tensor | None = None
@@ -318,28 +321,28 @@ class _SequenceStep(OutputStep):
         """Return the rows to send, for each rank in the order of the ids that it sent."""
         assert self.local is not None
         rows = self.local.detach().reshape(-1, self._tables.vector_format.width)
-        sent = rows.index_select(0, self._route.send_order).view(-1)
+        sent_rows = rows.index_select(0, self._route.send_order).view(-1)
         codec = self._tables.vector_format.comm_precision.forward
-        return SentValues(sent, self._sent_sizes, self._received_sizes, codec)
+        return SentValues(sent_rows, self._sent_sizes, self._received_sizes, codec)
 
     def assemble(self, received: ReceivedValues, replica_rows: Tensor | None) -> Tensor:
         """Return the vectors of this rank's ids, `[L, dim]`, from received and replicated rows."""
         width, dim = self._tables.vector_format.width, self._tables.dim
-        out = torch.empty(
+        output = torch.empty(
             self._route.num_ids, dim, dtype=torch.float32, device=received.values.device
         )
-        output_slices, slices = self._route.output_slices, out.view(-1, width)
+        output_slices, all_slices = self._route.output_slices, output.view(-1, width)
         if received.local is not None:
             # This rank's own vectors, which were not sent.
             first_slice = received.local_begin // width
-            unsent = LocalSlice(first_slice, first_slice + received.local.numel() // width)
+            kept_slice = LocalSlice(first_slice, first_slice + received.local.numel() // width)
             local_slices = received.local.view(-1, width).float()
-            slices.index_copy_(0, unsent.select(output_slices), local_slices)
-            output_slices = unsent.select_others(output_slices)
-        slices.index_copy_(0, output_slices, received.values.view(-1, width).float())
+            all_slices.index_copy_(0, kept_slice.select(output_slices), local_slices)
+            output_slices = kept_slice.select_others(output_slices)
+        all_slices.index_copy_(0, output_slices, received.values.view(-1, width).float())
         if replica_rows is not None and self._route.replica_positions is not None:
-            out.index_copy_(0, self._route.replica_positions, replica_rows.detach().float())
-        return out
+            output.index_copy_(0, self._route.replica_positions, replica_rows.detach().float())
+        return output
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
         return self._gradients(torch.empty(0, dtype=torch.float32, device="cpu")).nbytes()
@@ -367,14 +370,14 @@ class _SequenceStep(OutputStep):
                 replica_grads.mul_(scale)
             replica_grads = replica_grads.view(-1)
         codec = self._tables.vector_format.comm_precision.backward
-        unsent = None
+        kept_slice = None
         if keeps_local and codec.is_identity:
-            unsent = local_slice(self._route.num_received_slices, ranks)
-        if unsent is None:
+            kept_slice = local_slice(self._route.num_received_slices, ranks)
+        if kept_slice is None:
             return self._gradients(slice_grads.view(-1)), replica_grads
-        self._local_grads = unsent.select(slice_grads)
+        self._local_grads = kept_slice.select(slice_grads)
         values = SentValues(
-            unsent.select_others(slice_grads).view(-1),
+            kept_slice.select_others(slice_grads).view(-1),
             without_local_size(self._received_sizes, ranks),
             without_local_size(self._sent_sizes, ranks),
             codec,
@@ -386,16 +389,16 @@ class _SequenceStep(OutputStep):
 
         It must be called once after each `backward`: it takes the gradients that `backward` kept.
         """
-        grads = received.view(-1, self._tables.vector_format.width)
+        received_grads = received.view(-1, self._tables.vector_format.width)
         send_order = self._route.send_order
-        local_grads = grads.new_empty((send_order.numel(), grads.size(1)))
-        unsent_grads, self._local_grads = self._local_grads, None
-        if unsent_grads is not None:
-            unsent = local_slice(self._route.num_sent_slices, self._tables.ranks)
-            assert unsent is not None
-            local_grads.index_copy_(0, unsent.select(send_order), unsent_grads)
-            send_order = unsent.select_others(send_order)
-        return local_grads.index_copy_(0, send_order, grads).view(self.local_shape)
+        local_grads = received_grads.new_empty((send_order.numel(), received_grads.size(1)))
+        kept_grads, self._local_grads = self._local_grads, None
+        if kept_grads is not None:
+            kept_slice = local_slice(self._route.num_sent_slices, self._tables.ranks)
+            assert kept_slice is not None
+            local_grads.index_copy_(0, kept_slice.select(send_order), kept_grads)
+            send_order = kept_slice.select_others(send_order)
+        return local_grads.index_copy_(0, send_order, received_grads).view(self.local_shape)
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
         return gathered.view(-1, self._tables.dim).index_select(0, self._route.replica_order)
@@ -470,22 +473,22 @@ class ShardedEmbeddingCollection(StateOfTables):
         self.configs, self.plan = settings.configs, settings.plan
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._need_indices = source.need_indices()
-        by_shape: dict[tuple[int, int], list[Config]] = {}  # by dim and width
+        configs_by_shape: dict[tuple[int, int], list[Config]] = {}  # by dim and width
         for config in self.configs:
-            key = config.embedding_dim, _slice_width(config, self.plan[config.name])
-            by_shape.setdefault(key, []).append(config)
-        self.by_shape = nn.ModuleList(
+            shape = config.embedding_dim, _slice_width(config, self.plan[config.name])
+            configs_by_shape.setdefault(shape, []).append(config)
+        self.tables_by_shape = nn.ModuleList(
             SequenceTables(
                 source,
                 configs,
-                {c.name: self.plan[c.name] for c in configs},
+                {config.name: self.plan[config.name] for config in configs},
                 self.ranks,
                 optimizer=settings.optimizer,
                 gradients=self.gradients,
                 vector_format=VectorFormat(self.comm_precision, width),
                 shared=self.shared,
             )
-            for (_, width), configs in by_shape.items()
+            for (_, width), configs in configs_by_shape.items()
         )
         handles = [handle for tables in self._sequence_tables() for handle in tables.handles()]
         self.embeddings = ShardParameters(handles, self.ranks)
@@ -493,15 +496,16 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def _find_outputs(self) -> list["_FeatureOutput"]:
         """Return the outputs in the order of the configurations and their features."""
-        order = {config.name: t for t, config in enumerate(self.configs)}
+        table_numbers = {config.name: number for number, config in enumerate(self.configs)}
         keys = [key for config in self.configs for key in config.feature_names]
-        outputs = []
-        for index, tables in enumerate(self._sequence_tables()):
-            for f, feature in enumerate(tables.layout.features):
+        sorting_entries = []
+        for tables_index, tables in enumerate(self._sequence_tables()):
+            for feature_index, feature in enumerate(tables.layout.features):
                 table = tables.configs[feature.table].name
                 name = f"{feature.key}@{table}" if keys.count(feature.key) > 1 else feature.key
-                outputs.append((order[table], f, _FeatureOutput(index, f, feature.key, name)))
-        return [output for _, _, output in sorted(outputs)]
+                output = _FeatureOutput(tables_index, feature_index, feature.key, name)
+                sorting_entries.append((table_numbers[table], feature_index, output))
+        return [output for _, _, output in sorted(sorting_entries)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -515,7 +519,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return self._sequence_tables()[0].groups
 
     def _sequence_tables(self) -> list["SequenceTables"]:
-        return [tables for tables in self.by_shape if isinstance(tables, SequenceTables)]
+        return [tables for tables in self.tables_by_shape if isinstance(tables, SequenceTables)]
 
     def embedding_configs(self) -> tuple[Any, ...]:
         """Return the configurations of the tables."""
@@ -555,19 +559,19 @@ class ShardedEmbeddingCollection(StateOfTables):
         Raises:
             Exception: see `ShardedTables.input_request`.
         """
-        repeated = use_counts = None
+        repeated_ids = use_counts = None
         if self.dedup and features is not None:
             batch = self._sequence_tables()[0].check_batch(KeyedJaggedTensor.adopt(features))
-            features, repeated = _deduplicate(batch, self._features())
-            use_counts = {key: ids.counts for key, ids in repeated.items()}
+            features, repeated_ids = _deduplicate(batch, self._features())
+            use_counts = {key: ids.counts for key, ids in repeated_ids.items()}
         requests = [
             tables.input_request(features, use_counts) for tables in self._sequence_tables()
         ]
-        return CollectionRequests(requests, partial(_SequenceBatch, repeated=repeated))
+        return CollectionRequests(requests, partial(_SequenceBatch, repeated_ids=repeated_ids))
 
     def _features(self) -> list[str]:
         """Return the features of all tables, each once."""
-        return list(dict.fromkeys(key for c in self.configs for key in c.feature_names))
+        return list(dict.fromkeys(key for config in self.configs for key in config.feature_names))
 
     def prefetch(self, received: "_SequenceBatch") -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
@@ -637,20 +641,20 @@ class ShardedEmbeddingCollection(StateOfTables):
         self, pending: Sequence[Awaitable[Tensor]], received: "_SequenceBatch"
     ) -> dict[str, JaggedTensor]:
         """Wait for the vectors, and return them by feature."""
-        vectors = [awaitable.wait() for awaitable in pending]
-        by_feature = [
+        vectors_of_tables = [awaitable.wait() for awaitable in pending]
+        features_of_tables = [
             _split_by_feature(values, batch)
-            for values, batch in zip(vectors, received.batches, strict=True)
+            for values, batch in zip(vectors_of_tables, received.batches, strict=True)
         ]
-        result = {}
+        outputs = {}
         for tables_index, feature, key, name in self._outputs:
-            values, lengths, ids = by_feature[tables_index][feature]
-            if received.repeated is not None:
-                values, lengths, ids = received.repeated[key].expand(values)
-            result[name] = JaggedTensor(
+            values, lengths, ids = features_of_tables[tables_index][feature]
+            if received.repeated_ids is not None:
+                values, lengths, ids = received.repeated_ids[key].expand(values)
+            outputs[name] = JaggedTensor(
                 values, lengths=lengths, weights=ids if self._need_indices else None
             )
-        return result
+        return outputs
 
 
 class _FeatureOutput(NamedTuple):
@@ -698,11 +702,11 @@ class _SequenceBatch(NamedTuple):
 
     Attributes:
         batches: one batch per `SequenceTables`.
-        repeated: the ids of this rank before `dedup`, by feature; None without it.
+        repeated_ids: the ids of this rank before `dedup`, by feature; None without it.
     """
 
     batches: list[IncomingBatch]
-    repeated: Mapping[str, _RepeatedIds] | None
+    repeated_ids: Mapping[str, _RepeatedIds] | None
 
 
 def _deduplicate(
@@ -715,17 +719,17 @@ def _deduplicate(
     Raises:
         KeyError: the batch lacks a feature.
     """
-    distinct, repeated = [], {}
+    distinct_ids, repeated_ids = [], {}
     for key in keys:
         jagged = batch[key]
         ids = as_int64(jagged.values())
         ids, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
-        distinct.append(ids)
-        repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, counts)
-    num_ids = [ids.numel() for ids in distinct]
+        distinct_ids.append(ids)
+        repeated_ids[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, counts)
+    num_ids = [ids.numel() for ids in distinct_ids]
     lengths = torch.tensor(num_ids, device=batch.device())
-    values = torch.cat(distinct) if distinct else batch.values()[:0]
-    return KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=num_ids), repeated
+    values = torch.cat(distinct_ids) if distinct_ids else batch.values()[:0]
+    return KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=num_ids), repeated_ids
 
 
 def _split_by_feature(
@@ -737,8 +741,8 @@ def _split_by_feature(
     """
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bag_counts)
-    counts = inputs.count_ids()
-    return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
+    id_counts = inputs.count_ids()
+    return list(zip(values.split(id_counts), lengths, inputs.ids.split(id_counts), strict=True))
 
 
 def _slice_width(config: Config, sharding: ParameterSharding) -> int:

@@ -70,11 +70,13 @@ def common_seeds(
     """
     all_slices = list(slices)
 
-    def seeds() -> dict[str, int]:
-        keyed = [s.config.name for s in all_slices if s.storage.is_keyed]
-        return new_seeds(all_slices) | {name: source.seeds[name] for name in keyed}
+    def make_seeds() -> dict[str, int]:
+        keyed_tables = [
+            table_slice.config.name for table_slice in all_slices if table_slice.storage.is_keyed
+        ]
+        return new_seeds(all_slices) | {name: source.seeds[name] for name in keyed_tables}
 
-    return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
+    return invoke_on_rank_and_broadcast_result(ranks, 0, make_seeds)
 
 
 def freeze_like(groups: TableGroups, source: TableGroups) -> None:
@@ -84,12 +86,12 @@ def freeze_like(groups: TableGroups, source: TableGroups) -> None:
     name in the table, because their storages differ, is frozen if all parameters of the table are.
     """
     names = [table_slice.config.name for table_slice in source.slices]
-    handles = dict(zip(names, source.handles, strict=True))
-    for i, handle in groups.unshared_handles():
-        whole_table = handles[groups.slices[i].config.name].named_parameters()
-        trained = {name: parameter.requires_grad for name, parameter in whole_table}
+    handles_by_table = dict(zip(names, source.handles, strict=True))
+    for index, handle in groups.unshared_handles():
+        whole_parameters = handles_by_table[groups.slices[index].config.name].named_parameters()
+        is_trained_by_name = {name: parameter.requires_grad for name, parameter in whole_parameters}
         for name, parameter in handle.named_parameters():
-            if not trained.get(name, any(trained.values())):
+            if not is_trained_by_name.get(name, any(is_trained_by_name.values())):
                 parameter.requires_grad_(False)
 
 
@@ -113,16 +115,18 @@ def copy_whole_tables(
     freeze_like(groups, source)
     if source.device.type == "meta":
         return
-    index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.slices)}
-    for i, to_handle in groups.unshared_handles():
-        table_slice = groups.slices[i]
+    source_index_by_table = {
+        table_slice.config.name: index for index, table_slice in enumerate(source.slices)
+    }
+    for index, handle in groups.unshared_handles():
+        table_slice = groups.slices[index]
         name = table_slice.config.name
-        from_handle = source.handles[index_of[name]]
-        if table_slice.storage.resumes(from_handle, to_handle):
+        source_handle = source.handles[source_index_by_table[name]]
+        if table_slice.storage.resumes(source_handle, handle):
             continue
-        if type(source.slices[index_of[name]].storage) is type(table_slice.storage):
-            table_slice.storage.copy_slice(table_slice, from_handle, to_handle, blocks.get(name))
-        source_module, module = from_handle.module, to_handle.module
+        if type(source.slices[source_index_by_table[name]].storage) is type(table_slice.storage):
+            table_slice.storage.copy_slice(table_slice, source_handle, handle, blocks.get(name))
+        source_module, module = source_handle.module, handle.module
         if (
             has_hyperparams(module)
             and has_hyperparams(source_module)
@@ -143,10 +147,10 @@ def broadcast_replicas(groups: TableGroups, ranks: RankGroup) -> None:
     modules = {id(module): module for module, _ in map(groups.module_of, range(len(groups.slices)))}
     hyperparams = [module.hyperparams for module in modules.values() if has_hyperparams(module)]
     for tensor in (*tensors, *hyperparams):
-        contiguous = tensor.contiguous()
-        dist.broadcast(contiguous, ranks.global_rank(0), group=ranks.group)
-        if contiguous is not tensor:
-            tensor.copy_(contiguous)
+        buffer = tensor.contiguous()
+        dist.broadcast(buffer, ranks.global_rank(0), group=ranks.group)
+        if buffer is not tensor:
+            tensor.copy_(buffer)
 
 
 class GradientReduction(OptionEnum):
@@ -216,14 +220,14 @@ def agree_on_settings(
         check_shared_shards(source, shared)
         for handle in source.groups.handles:
             handle.check_replaceable()
-        default = optimizer or source.optimizer
+        default_optimizer = optimizer or source.optimizer
         reduction = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)
         shardings = plan_from_configs(configs, plan, World(ranks.size, ranks.local_size))
         return CollectionSettings(
             configs=configs,
             plan=shardings,
-            optimizer=default,
+            optimizer=default_optimizer,
             comm_precision=check_comm_precision(comm_precision),
             gradients=reduction,
         )
@@ -363,9 +367,11 @@ class ShardedTables(nn.Module):
             device=self.ranks.device,
             seeds=seeds,
             shared={
-                SliceKey.of(s): self.shared[s.config.name].shard_of(s, make_shared)
-                for s in slices
-                if s.config.name in self.shared
+                SliceKey.of(table_slice): self.shared[table_slice.config.name].shard_of(
+                    table_slice, make_shared
+                )
+                for table_slice in slices
+                if table_slice.config.name in self.shared
             },
         )
         groups.set_bounds_check(source.bounds_check, self._features_of(shards))
@@ -417,17 +423,19 @@ class ShardedTables(nn.Module):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        pairs = [(self._local_layout.shards, self.groups)]
+        shards_and_groups = [(self._local_layout.shards, self.groups)]
         if self.replicated is not None:
-            pairs.append((self.layout.replicated.shards, self.replicated.groups))
+            shards_and_groups.append((self.layout.replicated.shards, self.replicated.groups))
         return [
             LocalShard(self.configs[table_shard.table].name, table_shard.shard, groups, index)
-            for table_shards, groups in pairs
+            for table_shards, groups in shards_and_groups
             for index, table_shard in enumerate(table_shards)
         ]
 
     def _table_hyperparams(self) -> TableHyperparams:
-        modules = [(s.table, s.groups.module_of(s.index)[0]) for s in self.local_shards()]
+        modules = [
+            (shard.table, shard.groups.module_of(shard.index)[0]) for shard in self.local_shards()
+        ]
         return TableHyperparams(self._effective_plan(), modules, self.ranks)
 
     def handles(self) -> list[ShardHandle]:
@@ -541,12 +549,12 @@ class ShardedTables(nn.Module):
             if config.storage.is_keyed:
                 continue
             ids = inputs.ids[begin:end].long()  # torch would wrap a bound beyond int32
-            invalid = ids[(ids < -1) | (ids >= config.num_embeddings)]
-            if len(invalid):
+            invalid_ids = ids[(ids < -1) | (ids >= config.num_embeddings)]
+            if len(invalid_ids):
                 raise RuntimeError(
                     f"bounds_check: indices of feature {feature.key!r}, table {config.name!r} must "
                     f"be in [0, {config.num_embeddings}), or -1 for a pruned one, got "
-                    f"{int(invalid[0])}; with BoundsCheck.WARNING it would read row 0"
+                    f"{int(invalid_ids[0])}; with BoundsCheck.WARNING it would read row 0"
                 )
 
     def check_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -558,8 +566,12 @@ class ShardedTables(nn.Module):
             TypeError, ValueError, RuntimeError: see `check_ids` and `checked_batch`.
         """
         check_ids(features.values(), allow_uint64=self._all_keyed)
-        order = [unit.feature for unit in self._local_layout.units]
-        is_whole = self._is_local and order == sorted(order) and features.keys() == self._keys
+        unit_features = [unit.feature for unit in self._local_layout.units]
+        is_whole = (
+            self._is_local
+            and unit_features == sorted(unit_features)
+            and features.keys() == self._keys
+        )
         if is_whole and self.groups.has_one_module and self.groups.pooling is not Pooling.NONE:
             return features
         batch = checked_batch(features, self._bounds_check)
@@ -592,22 +604,22 @@ class ShardedTables(nn.Module):
 
     def _incoming_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
-        order = [unit.feature for unit in self._local_layout.units]
+        unit_features = [unit.feature for unit in self._local_layout.units]
         ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
         use_counts = inputs.use_counts
-        if order != sorted(order):
-            unit_features = self._input_dist.unit_features
-            ids, offsets, weights = select_features(inputs, order, unit_features)
+        if unit_features != sorted(unit_features):
+            order = self._input_dist.unit_features
+            ids, offsets, weights = select_features(inputs, unit_features, order)
             if use_counts is not None:
                 counts_as_ids = inputs._replace(ids=use_counts, weights=None)
-                use_counts, _, _ = select_features(counts_as_ids, order, unit_features)
+                use_counts, _, _ = select_features(counts_as_ids, unit_features, order)
         return IncomingBatch(
             inputs=inputs,
             sent=None,
             ids=ids,
             offsets=offsets,
             weights=weights,
-            bag_counts=[[inputs.bag_counts[f]] for f in order],
+            bag_counts=[[inputs.bag_counts[feature]] for feature in unit_features],
             is_by_unit=inputs.is_variable,
             ids_per_segment=offsets,  # not used
             num_ids=[ids.numel()],
@@ -643,20 +655,20 @@ class ShardedTables(nn.Module):
         if not self._local_layout.units and weights is not None and weights.requires_grad:
             # The other ranks exchange gradients of weights in backward, so this rank must too.
             return weights[:0].view(0, 0)
-        sizes = (
+        batch_sizes = (
             received.bag_counts[: len(self._local_layout.units)] if received.is_by_unit else None
         )
-        return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=use_counts)
+        return self.groups(ids, offsets, weights, batch_sizes=batch_sizes, use_counts=use_counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
         """Prefetch the rows that `look_up_rows` will look up for this batch into caches."""
         ids, offsets = received.ids, received.offsets
         if len(received.bag_counts) > len(self._local_layout.units):
             ids, offsets, _ = self._without_replicas(received)
-        sizes = (
+        batch_sizes = (
             received.bag_counts[: len(self._local_layout.units)] if received.is_by_unit else None
         )
-        self.groups.prefetch(ids, offsets, batch_sizes=sizes)
+        self.groups.prefetch(ids, offsets, batch_sizes=batch_sizes)
 
     def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids, offsets and weights of a batch without those of replicated tables."""
@@ -688,9 +700,9 @@ def _check_keyed(config: Config, sharding: ParameterSharding, world_size: int) -
 
 def _is_fused(groups: TableGroups) -> bool:
     """Return whether all optimizers are fused; raise ValueError if only some are."""
-    fused = {autograd.is_fused(slice_group.module.optimizer) for slice_group in groups.groups}
-    if len(fused) > 1:
+    are_fused = {autograd.is_fused(slice_group.module.optimizer) for slice_group in groups.groups}
+    if len(are_fused) > 1:
         raise ValueError(
             "replicated tables of one collection must all have a fused optimizer, or none of them"
         )
-    return fused == {True}
+    return are_fused == {True}

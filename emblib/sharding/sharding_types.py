@@ -267,7 +267,7 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(
-            ShardingType.ROW_WISE, _row_shards(shape, _checked_ranks(ranks, world))
+            ShardingType.ROW_WISE, _row_shards(shape, _check_ranks(ranks, world))
         )
 
     return rule
@@ -293,7 +293,7 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        chosen_ranks = _checked_ranks(ranks, world)
+        chosen_ranks = _check_ranks(ranks, world)
         return ParameterSharding(
             ShardingType.COLUMN_WISE, _column_shards(shape, chosen_ranks, sizes)
         )
@@ -430,13 +430,15 @@ def _as_ints(argument: str, values: Any) -> tuple[int, ...]:
         raise TypeError(f"{argument} must be ints, in a list or tuple, got {values!r}") from None
 
 
-def _checked_ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
+def _check_ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
     """Return `ranks`, for None all; raise ValueError for none or for ranks outside the world."""
-    chosen = _as_ints("ranks", range(world.size) if ranks is None else ranks)
-    outside = [rank for rank in chosen if not 0 <= rank < world.size]
-    if outside or not chosen:
-        raise ValueError(f"ranks must be in [0, {world.size}), at least one, got {list(chosen)}")
-    return chosen
+    chosen_ranks = _as_ints("ranks", range(world.size) if ranks is None else ranks)
+    outside_ranks = [rank for rank in chosen_ranks if not 0 <= rank < world.size]
+    if outside_ranks or not chosen_ranks:
+        raise ValueError(
+            f"ranks must be in [0, {world.size}), at least one, got {list(chosen_ranks)}"
+        )
+    return chosen_ranks
 
 
 def _row_shards(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
@@ -500,14 +502,15 @@ def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) ->
 def _has_overlap(shards: Sequence[Shard]) -> bool:
     """Return whether any two shards overlap."""
     # A sweep over the rows: a comparison of all pairs would be slow for thousands of shards.
-    edges = sorted({edge for shard in shards for edge in shard.rows})
-    by_start: dict[int, list[Shard]] = {}
+    row_cuts = sorted({row for shard in shards for row in shard.rows})
+    shards_by_first_row: dict[int, list[Shard]] = {}
     for shard in shards:
-        by_start.setdefault(shard.rows[0], []).append(shard)
-    active: list[Shard] = []
-    for edge in edges:
-        active = [shard for shard in active if shard.rows[1] > edge] + by_start.get(edge, [])
-        spans = sorted(shard.columns for shard in active)
-        if any(a[1] > b[0] for a, b in pairwise(spans)):
+        shards_by_first_row.setdefault(shard.rows[0], []).append(shard)
+    overlapping_shards: list[Shard] = []
+    for row in row_cuts:
+        overlapping_shards = [shard for shard in overlapping_shards if shard.rows[1] > row]
+        overlapping_shards += shards_by_first_row.get(row, [])
+        spans = sorted(shard.columns for shard in overlapping_shards)
+        if any(span[1] > next_span[0] for span, next_span in pairwise(spans)):
             return True
     return False

@@ -80,13 +80,14 @@ class SharedTablesOfModel:
 
 
 def check_plans_of_shared(
-    selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
+    sharded_collections: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
     other_collections: Mapping[str, Any],
 ) -> None:
     """Check that a plan can shard the shared tables of a model.
 
     Args:
-        selected: path, unsharded collection and plan of each collection that is replaced.
+        sharded_collections: path, unsharded collection and plan of each collection that is
+            replaced.
         other_collections: the other collections of the model, by path.
 
     Raises:
@@ -94,11 +95,11 @@ def check_plans_of_shared(
             collections of the plan shard one table in different ways, or in a storage that is not
             `Dense`.
     """
-    readers_of: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
-    for path, source, plan in selected:
+    readers_by_table: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
+    for path, source, plan in sharded_collections:
         for name, table in source.shared_tables().items():
-            readers_of.setdefault(id(table), []).append((path, table, plan[name]))
-    for readers in readers_of.values():
+            readers_by_table.setdefault(id(table), []).append((path, table, plan[name]))
+    for readers in readers_by_table.values():
         first_path, table, sharding = readers[0]
         name = table.config.name
         for path, _, other_sharding in readers[1:]:
@@ -120,7 +121,9 @@ def check_plans_of_shared(
             for path, collection in other_collections.items()
             if table in collection.shared_tables().values()
         ]
-        if unsharded_readers or _has_other_readers(table, [source for _, source, _ in selected]):
+        if unsharded_readers or _has_other_readers(
+            table, [source for _, source, _ in sharded_collections]
+        ):
             raise ValueError(
                 f"the shared table {name!r} is read by "
                 + (

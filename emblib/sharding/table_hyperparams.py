@@ -66,19 +66,19 @@ class TableHyperparams:
 
         `check_digests` ignores the digest of a rank that is not among the ranks of the entry.
         """
-        by_module: dict[tuple[int, bool], bytes] = {}  # equal for all tables of a module
+        bytes_by_module: dict[tuple[int, bool], bytes] = {}  # equal for all tables of a module
         digests = []
         for tables in self.tables.values():
-            contents = []
+            byte_strings = []
             for table in tables:
                 module = self._modules.get(table)
                 if module is None:
                     continue
                 key = id(module), table in self._replicated
-                if key not in by_module:
-                    by_module[key] = self._bytes_to_compare(module, is_replica=key[1])
-                contents.append(by_module[key])
-            digest = hashlib.blake2b(b"".join(contents), digest_size=7)  # fits into int64
+                if key not in bytes_by_module:
+                    bytes_by_module[key] = self._bytes_to_compare(module, is_replica=key[1])
+                byte_strings.append(bytes_by_module[key])
+            digest = hashlib.blake2b(b"".join(byte_strings), digest_size=7)  # fits into int64
             digests.append(int.from_bytes(digest.digest()))
         return digests
 
@@ -98,17 +98,19 @@ class TableHyperparams:
         if module.hyperparams.is_meta:
             return b""
         numbers, optimizer = module.hyperparams.numpy(), module.optimizer
-        spans = [slice(None)]
+        compared_slices = [slice(None)]
         if not is_replica:
             has_count = isinstance(getattr(optimizer, "counter", None), Counter)
-            spans = [
+            compared_slices = [
                 slice(0, Hyper.STEP),
                 slice(Hyper.L2, Hyper.SEED),
                 slice(Hyper.OPTIMIZER_ARGS, len(numbers) - has_count),
             ]
         # `hyperparams` lacks two fields of optimizers.
         fields = f"{optimizer.max_gradient} {optimizer.maximize}".encode()
-        return b"".join([*(numbers[span].tobytes() for span in spans), fields])
+        return b"".join(
+            [*(numbers[compared_slice].tobytes() for compared_slice in compared_slices), fields]
+        )
 
     def description(self) -> fingerprint.Description:
         """Describe the current optimizers of the tables on this rank, for an error message."""
@@ -140,25 +142,31 @@ def local_digests(collections: Sequence[TableHyperparams | None], ranks: RankGro
 
 def check_digests(
     collections: Sequence[TableHyperparams | None],
-    by_rank: Sequence[Sequence[int]] | None,
+    digests_by_rank: Sequence[Sequence[int]] | None,
     ranks: RankGroup,
 ) -> None:
     """Compare the digests of all ranks; a collective if they differ, so all ranks call this.
 
     Args:
         collections: the collections that `local_digests` got.
-        by_rank: the result of `local_digests` on each rank; None compares nothing.
+        digests_by_rank: the result of `local_digests` on each rank; None compares nothing.
         ranks: the processes.
 
     Raises:
         RuntimeError: hyperparameters differ between ranks; on every rank.
     """
-    with_digests = [collection for collection in collections if collection]
-    owners = [owners for collection in with_digests for owners in collection.tables]
-    by_entry = list(zip(*by_rank or (), strict=True))  # digests of all ranks, by entry of `tables`
-    for ranks_of_entry, digests in zip(owners, by_entry, strict=False):
-        if len({digests[rank] for rank in ranks_of_entry}) > 1:
-            _raise_differences(with_digests, ranks)
+    compared_collections = [collection for collection in collections if collection]
+    owners_by_entry = [
+        owners_by_entry
+        for collection in compared_collections
+        for owners_by_entry in collection.tables
+    ]
+    by_entry = list(
+        zip(*digests_by_rank or (), strict=True)
+    )  # digests of all ranks, by entry of `tables`
+    for owner_ranks, digests in zip(owners_by_entry, by_entry, strict=False):
+        if len({digests[rank] for rank in owner_ranks}) > 1:
+            _raise_differences(compared_collections, ranks)
 
 
 def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup) -> None:
@@ -171,18 +179,22 @@ def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup
     Raises:
         RuntimeError: hyperparameters differ between ranks; on every rank.
     """
-    by_rank = ranks.gather_objects({path: c.bytes_by_table() for path, c in collections.items()})
+    bytes_by_rank = ranks.gather_objects(
+        {path: collection.bytes_by_table() for path, collection in collections.items()}
+    )
     first_values: dict[tuple[str, str], bytes] = {}
-    for tables_by_path in by_rank:
-        for path, tables in tables_by_path.items():
-            for table, values in tables.items():
-                if first_values.setdefault((path, table), values) != values:
+    for tables_by_path in bytes_by_rank:
+        for path, bytes_by_table in tables_by_path.items():
+            for table, hyperparam_bytes in bytes_by_table.items():
+                if first_values.setdefault((path, table), hyperparam_bytes) != hyperparam_bytes:
                     _raise_differences(list(collections.values()), ranks)
 
 
 def _raise_differences(collections: Sequence[TableHyperparams], ranks: RankGroup) -> None:
     """Raise an error that names the differences; all ranks call this."""
-    description = fingerprint.merge_descriptions(*(c.description() for c in collections))
+    description = fingerprint.merge_descriptions(
+        *(collection.description() for collection in collections)
+    )
     differences = fingerprint.differences_where_present(ranks, description)
     raise RuntimeError(
         "learning rates and other hyperparameters of a table must be the same on all ranks, and "

@@ -83,11 +83,11 @@ class SharedCores:
         flat_grads = [
             torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in grads_of_shards
         ]
-        total = flat_grads[0] if len(flat_grads) == 1 else torch.stack(flat_grads).sum(0)
-        total = sum_over_owners(total, self._ranks, self._owners)
+        grad_sums = flat_grads[0] if len(flat_grads) == 1 else torch.stack(flat_grads).sum(0)
+        grad_sums = sum_over_owners(grad_sums, self._ranks, self._owners)
         sizes = [grad.numel() for grad in grads_of_shards[0][0][1:]]
         for grads, apply_to_shard in grads_of_shards:
-            core_sums = zip(total.split(sizes), grads[1:], strict=True)
+            core_sums = zip(grad_sums.split(sizes), grads[1:], strict=True)
             apply_to_shard([grads[0], *(flat.view(grad.shape) for flat, grad in core_sums)])
 
 
@@ -100,42 +100,52 @@ def sum_over_owners(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> 
     if len(owners) == 1:
         return values
     owner_index, slice_size = owners.index(ranks.rank), -(-values.numel() // len(owners))
-    bounds = [min(slice_size * k, values.numel()) for k in range(len(owners) + 1)]
+    bounds = [
+        min(slice_size * owner_number, values.numel()) for owner_number in range(len(owners) + 1)
+    ]
     sizes = [end - begin for begin, end in pairwise(bounds)]
     # Owner k adds up slice k of the values of all owners, and sends the sums to all.
     slices = list(values.split(sizes))
-    received = [
-        slices[owner_index] if k == owner_index else torch.empty_like(slices[owner_index])
-        for k in range(len(owners))
+    received_slices = [
+        slices[owner_index]
+        if owner_number == owner_index
+        else torch.empty_like(slices[owner_index])
+        for owner_number in range(len(owners))
     ]
-    _exchange(ranks, owners, slices, received)
-    reduced = received[0].clone()
-    for value in received[1:]:
-        reduced += value
+    _exchange(ranks, owners, slices, received_slices)
+    slice_sum = received_slices[0].clone()
+    for received_slice in received_slices[1:]:
+        slice_sum += received_slice
     total = torch.empty_like(values)
-    sums = list(total.split(sizes))
-    sums[owner_index].copy_(reduced)
-    _exchange(ranks, owners, [reduced] * len(owners), sums)
+    sums_by_owner = list(total.split(sizes))
+    sums_by_owner[owner_index].copy_(slice_sum)
+    _exchange(ranks, owners, [slice_sum] * len(owners), sums_by_owner)
     return total
 
 
 def _exchange(
-    ranks: RankGroup, owners: Sequence[int], sent: Sequence[Tensor], received: Sequence[Tensor]
+    ranks: RankGroup,
+    owners: Sequence[int],
+    sent_by_owner: Sequence[Tensor],
+    received_by_owner: Sequence[Tensor],
 ) -> None:
-    """Send `sent[k]` to `owners[k]`, and receive into `received[k]` from it.
+    """Send `sent_by_owner[i]` to `owners[i]`, and receive into `received_by_owner[i]` from it.
 
     This uses point-to-point messages, because ranks that are not owners do not call it, and would
     have to take part in a collective.
     """
-    messages = []
-    for k, owner in enumerate(owners):
+    operations = []
+    for i, owner in enumerate(owners):
         if owner == ranks.rank:
             continue
         peer = ranks.global_rank(owner)
-        for operation, tensor in ((dist.isend, sent[k]), (dist.irecv, received[k])):
+        for function, tensor in (
+            (dist.isend, sent_by_owner[i]),
+            (dist.irecv, received_by_owner[i]),
+        ):
             if tensor.numel():
-                messages.append(dist.P2POp(operation, tensor, peer, ranks.group))
-    for work in dist.batch_isend_irecv(messages) if messages else []:
+                operations.append(dist.P2POp(function, tensor, peer, ranks.group))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
 
@@ -168,16 +178,18 @@ def share_cores(
         owners = sorted({shard.rank for shard in sharding.shards})
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
-        local_shards = [
+        local_indices = [
             i for i, table_shard in enumerate(table_shards) if table_shard.table == config_index
         ]
-        modules: list[tuple[Any, int]] = [groups.module_of(i) for i in local_shards]
-        if len(local_shards) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
+        modules: list[tuple[Any, int]] = [groups.module_of(i) for i in local_indices]
+        if len(local_indices) > 1 and not all(
+            autograd.is_fused(module.optimizer) for module, _ in modules
+        ):
             raise ValueError(
-                f"rank {ranks.rank} has {len(local_shards)} shards of tensor train "
+                f"rank {ranks.rank} has {len(local_indices)} shards of tensor train "
                 f"{config.name!r}, whose gradients only a fused optimizer can add up: pass an "
                 "optimizer, or plan at most one shard per rank"
             )
-        shared = SharedCores(config.name, ranks, owners, len(local_shards))
-        for k, (module, table) in enumerate(modules):
-            module.shared_gradients[table] = shared.adder_of(k)
+        shared_cores = SharedCores(config.name, ranks, owners, len(local_indices))
+        for shard_number, (module, table) in enumerate(modules):
+            module.shared_gradients[table] = shared_cores.adder_of(shard_number)

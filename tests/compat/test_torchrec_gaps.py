@@ -245,7 +245,7 @@ def test_a_context_keeps_the_ids_before_deduplication(monkeypatch: pytest.Monkey
     recorded: list[Tensor] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
     context.record_stream(None)
-    tensors = [tensor for ids in context.received.repeated.values() for tensor in ids]
+    tensors = [tensor for ids in context.received.repeated_ids.values() for tensor in ids]
     assert tensors
     assert all(any(tensor is one for one in recorded) for tensor in tensors)
 

@@ -94,18 +94,18 @@ class Calibration:
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
             raise ValueError(f"source must be a text, got {self.source!r}")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type is Curve:
-                object.__setattr__(self, f.name, _as_curve(f.name, value))
-            elif f.type is float:
-                minimum = 1.0 if f.name.endswith("bytes_per_s") else 0.0
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is Curve:
+                object.__setattr__(self, field.name, _as_curve(field.name, value))
+            elif field.type is float:
+                minimum = 1.0 if field.name.endswith("bytes_per_s") else 0.0
                 number = number_or_nan(value)
                 if not minimum <= number < math.inf:
                     raise ValueError(
-                        f"{f.name} must be a finite number >= {minimum}, got {value!r}"
+                        f"{field.name} must be a finite number >= {minimum}, got {value!r}"
                     )
-                object.__setattr__(self, f.name, number)
+                object.__setattr__(self, field.name, number)
 
     def to_json(self) -> str:
         """Return the constants as JSON."""
@@ -123,12 +123,12 @@ class Calibration:
         if not isinstance(data, dict) or data.get("version") != _VERSION:
             version = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a calibration must be of version {_VERSION}, got {version!r}")
-        return cls._from_values({k: v for k, v in data.items() if k != "version"})
+        return cls._from_values({name: value for name, value in data.items() if name != "version"})
 
     @classmethod
     def _from_values(cls, values: Mapping[str, Any]) -> "Calibration":
         """Return a calibration; raise ValueError unless `values` has exactly its constants."""
-        names = {f.name for f in fields(cls)}
+        names = {field.name for field in fields(cls)}
         if names != values.keys():
             raise ValueError(
                 f"a calibration has the constants {sorted(names)}; missing are "
@@ -165,8 +165,8 @@ def interpolate(curve: Curve, nbytes: float) -> float:
     first_point, last_point = curve[0], curve[-1]
     if nbytes <= first_point[0] or len(curve) == 1:
         return first_point[1]
-    high = bisect.bisect_left(curve, (nbytes, -math.inf), hi=len(curve) - 1)
-    left, right = (curve[high - 1], curve[high]) if nbytes < last_point[0] else curve[-2:]
+    right_end = bisect.bisect_left(curve, (nbytes, -math.inf), hi=len(curve) - 1)
+    left, right = (curve[right_end - 1], curve[right_end]) if nbytes < last_point[0] else curve[-2:]
     ns_per_byte = (right[1] - left[1]) / (right[0] - left[0])
     return max(left[1] + ns_per_byte * (nbytes - left[0]), 0.0)
 
@@ -174,14 +174,14 @@ def interpolate(curve: Curve, nbytes: float) -> float:
 def _as_curve(name: str, points: Any) -> Curve:
     """Return points as a curve; raise ValueError, with `name`, if they are not a curve."""
     try:
-        curve = tuple((number_or_nan(x), number_or_nan(y)) for x, y in points)
+        curve = tuple((number_or_nan(nbytes), number_or_nan(ns)) for nbytes, ns in points)
     except (TypeError, ValueError):
         curve = ()
-    is_ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
+    is_ascending = all(point[0] < next_point[0] for point, next_point in itertools.pairwise(curve))
     if (
         not curve
         or not is_ascending
-        or not all(0 <= v < math.inf for point in curve for v in point)
+        or not all(0 <= number < math.inf for point in curve for number in point)
     ):
         raise ValueError(
             f"{name} must be pairs of (bytes, ns), bytes ascending and none below 0, got {points!r}"
@@ -194,7 +194,7 @@ def _bandwidth_curve(bytes_per_s: float, *, num_moves: float) -> Curve:
 
     The curve begins at 32 bytes, one sector of GPU memory: a smaller row costs as much.
     """
-    return tuple((float(n), num_moves * n / bytes_per_s * 1e9) for n in (32, 4096))
+    return tuple((float(nbytes), num_moves * nbytes / bytes_per_s * 1e9) for nbytes in (32, 4096))
 
 
 _HBM_BYTES_PER_S, _L2_BYTES_PER_S = 3.35e12, 5.5e12

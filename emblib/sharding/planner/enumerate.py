@@ -111,11 +111,11 @@ class Option:
 
     def nbytes(self, world_size: int) -> MemoryNeed:
         """Return the bytes on all ranks together."""
-        total = MemoryNeed(0, 0).plus(self.common_cost.nbytes, world_size)
+        total_need = MemoryNeed(0, 0).plus(self.common_cost.nbytes, world_size)
         for group in self.groups:
             for load in group.loads:
-                total = total.plus(load.nbytes)
-        return total
+                total_need = total_need.plus(load.nbytes)
+        return total_need
 
     def sharding(
         self, workload: TableWorkload, topology: Topology, targets: Sequence[int]
@@ -171,8 +171,8 @@ def enumerate_options(workload: TableWorkload, model: CostModel) -> list[Option]
         types = workload.constraints.sharding_types or allowed_types(workload, model.topology, None)
         raise ValueError(
             f"no sharding type that is allowed for table {workload.name} can hold it: "
-            f"{[t.value for t in types]} on {model.topology.num_nodes} nodes of "
-            f"{model.topology.local_world_size} ranks"
+            f"{[sharding_type.value for sharding_type in types]} on "
+            f"{model.topology.num_nodes} nodes of {model.topology.local_world_size} ranks"
         )
     return options
 
@@ -255,26 +255,26 @@ class ShardCosts:
         if not self.config.pooled or local_size == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
         # The ranks of each range of columns, and the rows that they send per bag.
-        ranks_of_columns: dict[tuple[int, int], set[int]] = {}
+        ranks_by_columns: dict[tuple[int, int], set[int]] = {}
         rows_per_bag: dict[tuple[int, int], float] = {}
-        for shard, share in zip(shards, self.id_shares(shards), strict=True):
-            ranks_of_columns.setdefault(shard.columns, set()).add(shard.rank)
-            bag_share = share_of_bags_with_ids(self.workload, share)
+        for shard, id_share in zip(shards, self.id_shares(shards), strict=True):
+            ranks_by_columns.setdefault(shard.columns, set()).add(shard.rank)
+            bag_share = share_of_bags_with_ids(self.workload, id_share)
             rows_per_bag[shard.columns] = rows_per_bag.get(shard.columns, 0.0) + bag_share
         # Sums save nothing if each bag has ids in only one block: the other blocks send no row.
         return [
-            len(ranks_of_columns[shard.columns]) == local_size
-            and len({rank // local_size for rank in ranks_of_columns[shard.columns]}) == 1
+            len(ranks_by_columns[shard.columns]) == local_size
+            and len({rank // local_size for rank in ranks_by_columns[shard.columns]}) == 1
             and rows_per_bag[shard.columns] > 1.0 + 1e-9  # shares are rounded
             for shard in shards
         ]
 
-    def load(self, shard: Shard, share: float, *, is_summed: bool = False) -> Load:
+    def load(self, shard: Shard, id_share: float, *, is_summed: bool = False) -> Load:
         """Return the cost of a shard for the rank that stores it, see `CostModel.shard_load`."""
-        key = (*shard.shape, share, is_summed)
+        key = (*shard.shape, id_share, is_summed)
         if key not in self._loads:
             self._loads[key] = self.model.shard_load(
-                self.workload, self.slice_of(shard), share, is_summed=is_summed
+                self.workload, self.slice_of(shard), id_share, is_summed=is_summed
             )
         return self._loads[key]
 
@@ -333,15 +333,15 @@ def build_option(
     topology = shard_costs.model.topology
     is_summed_by_shard = shard_costs.are_summed(shards)
     loads = [
-        shard_costs.load(shard, share, is_summed=is_summed)
-        for shard, share, is_summed in zip(
+        shard_costs.load(shard, id_share, is_summed=is_summed)
+        for shard, id_share, is_summed in zip(
             shards, shard_costs.id_shares(shards), is_summed_by_shard, strict=True
         )
     ]
     common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
-        by_rank = _loads_by_rank(shards, loads, topology.world_size)
-        common_load, group = _split_off_common_load(by_rank)
+        loads_by_rank = _loads_by_rank(shards, loads, topology.world_size)
+        common_load, group = _split_off_common_load(loads_by_rank)
         seconds, nbytes = common_load
         # The seconds are replaced: those of `ShardCosts.common_cost` are 0.
         common_cost = common_cost._replace(seconds=seconds, nbytes=common_cost.nbytes.plus(nbytes))
@@ -362,13 +362,13 @@ def build_option(
     )
 
 
-def _loads_by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
-    """Return the sum of the loads of each rank modulo `size`; `NO_LOAD` for a rank without."""
-    totals = [NO_LOAD] * size
+def _loads_by_rank(shards: Sequence[Shard], loads: Sequence[Load], num_ranks: int) -> list[Load]:
+    """Return the sum of the loads of each rank modulo `num_ranks`; `NO_LOAD` for a rank without."""
+    load_sums = [NO_LOAD] * num_ranks
     for shard, load in zip(shards, loads, strict=True):
-        total = totals[shard.rank % size]
-        totals[shard.rank % size] = load if total is NO_LOAD else total.plus(load, 1)
-    return totals
+        load_sum = load_sums[shard.rank % num_ranks]
+        load_sums[shard.rank % num_ranks] = load if load_sum is NO_LOAD else load_sum.plus(load, 1)
+    return load_sums
 
 
 def _split_off_common_load(loads: Sequence[Load]) -> tuple[Load, ShardGroup]:
@@ -378,13 +378,13 @@ def _split_off_common_load(loads: Sequence[Load]) -> tuple[Load, ShardGroup]:
     common load is then the load of rank 0, and the group has the last ranks. For any other pattern
     the group has all loads, and the common load is `NO_LOAD`.
     """
-    common, index = loads[0], len(loads)
-    while index > 0 and loads[index - 1] != common:
-        index -= 1
-    if any(load != common for load in loads[:index]):
+    common_load, num_common = loads[0], len(loads)
+    while num_common > 0 and loads[num_common - 1] != common_load:
+        num_common -= 1
+    if any(load != common_load for load in loads[:num_common]):
         return NO_LOAD, ShardGroup(Domain.WORLD, tuple(loads))
-    differences = tuple(load.plus(common, -1) for load in loads[index:])
-    return common, ShardGroup(Domain.WORLD, differences, index)
+    differences = tuple(load.plus(common_load, -1) for load in loads[num_common:])
+    return common_load, ShardGroup(Domain.WORLD, differences, num_common)
 
 
 def _placeholder_rules(
@@ -420,7 +420,9 @@ def _column_counts(shape: TableShape, max_count: int, min_partition: int) -> lis
     while max_count > 1 and not _are_wide_enough(shape, max_count, min_partition):
         max_count -= 1
     counts = {2**k for k in range(1, max_count.bit_length())} | {max_count}
-    return sorted(n for n in counts if n > 1 and _are_wide_enough(shape, n, min_partition))
+    return sorted(
+        count for count in counts if count > 1 and _are_wide_enough(shape, count, min_partition)
+    )
 
 
 def _are_wide_enough(shape: TableShape, num_shards: int, min_partition: int) -> bool:

@@ -52,8 +52,14 @@ class Load(NamedTuple):
     def plus(self, other: "Load", factor: int) -> "Load":
         """Return the sum of this load and `factor` times another load."""
         # Unrolled, because the search adds loads often.
-        (a, b, c, d), (e, f, g, h) = self.seconds, other.seconds
-        seconds = a + factor * e, b + factor * f, c + factor * g, d + factor * h
+        input_s, lookup_s, output_s, update_s = self.seconds
+        more_input_s, more_lookup_s, more_output_s, more_update_s = other.seconds
+        seconds = (
+            input_s + factor * more_input_s,
+            lookup_s + factor * more_lookup_s,
+            output_s + factor * more_output_s,
+            update_s + factor * more_update_s,
+        )
         return Load(seconds, self.nbytes.plus(other.nbytes, factor))
 
 
@@ -95,9 +101,9 @@ class CommonCost(NamedTuple):
 
     def plus(self, other: "CommonCost") -> "CommonCost":
         """Return the sum of this cost and the cost of another reader of the same table."""
-        a, b, c, d = map(operator.add, self.seconds, other.seconds)
+        input_s, lookup_s, output_s, update_s = map(operator.add, self.seconds, other.seconds)
         return CommonCost(
-            (a, b, c, d),
+            (input_s, lookup_s, output_s, update_s),
             self.arrange_s + other.arrange_s,
             self.nbytes.plus(other.nbytes),
             self.position_nbytes + other.position_nbytes,
@@ -177,16 +183,16 @@ class CostModel:
             for reader in workload.by_reader
         )
         self._bytes_per_float, self._batches_in_flight = bytes_per_float, batches_in_flight
-        world, local_size = topology.world_size, topology.local_world_size
+        world_size, local_size = topology.world_size, topology.local_world_size
         costs = topology.costs
         # Seconds per byte of a message that is divided equally over all ranks. The part for the
         # node uses links, the part for other nodes the network; the part for this rank is free.
         link_s = (local_size - 1) / costs.link_bytes_per_s
-        network_s = (world - local_size) / costs.network_bytes_per_s
-        self._s_per_byte = (link_s + network_s) / world
+        network_s = (world_size - local_size) / costs.network_bytes_per_s
+        self._s_per_byte = (link_s + network_s) / world_size
         # The same for rows that a node sums: before the sum within the node, then between nodes.
         self._s_per_unsummed_byte = link_s / local_size
-        self._s_per_summed_byte = network_s / world / local_size
+        self._s_per_summed_byte = network_s / world_size / local_size
 
     if not TYPE_CHECKING:
         __getattr__ = refuse_old_names(
@@ -224,7 +230,10 @@ class CostModel:
         lookup_costs: Sequence[_LookupCost],
     ) -> Load:
         """Return the sum of the costs of lookups in a slice, with the memory of the slice."""
-        seconds = [sum(phase) for phase in zip(*(c.seconds for c in lookup_costs), strict=True)]
+        seconds = [
+            sum(phase_seconds)
+            for phase_seconds in zip(*(cost.seconds for cost in lookup_costs), strict=True)
+        ]
         nbytes = _memory_need(
             table_slice.storage.nbytes(table_slice, workload.optimizer, self.device),
             sum(cost.combining_nbytes for cost in lookup_costs),
@@ -237,11 +246,11 @@ class CostModel:
         self, reader: TableWorkload, table_slice: TableSlice, id_share: float, *, is_summed: bool
     ) -> _LookupCost:
         """Return the cost of one reader's lookups in a shard, for the batches of all ranks."""
-        world, local_size = self.topology.world_size, self.topology.local_world_size
+        world_size, local_size = self.topology.world_size, self.topology.local_world_size
         costs, bytes_per_float = self.costs, self._bytes_per_float
-        num_ids = reader.batch_size * world * reader.ids_per_example * id_share
+        num_ids = reader.batch_size * world_size * reader.ids_per_example * id_share
         bag_share = 1.0 if is_summed else share_of_bags_with_ids(reader, id_share)
-        num_bags = reader.batch_size * world * reader.num_features * bag_share
+        num_bags = reader.batch_size * world_size * reader.num_features * bag_share
         num_output_rows = num_bags if reader.config.pooled else num_ids
         num_floats = num_output_rows * table_slice.dim
         batch_nbytes = _batch_nbytes(reader, num_ids, num_bags)
@@ -250,11 +259,11 @@ class CostModel:
         )
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
-            copied_s = _PASSES * 2 * _COPY_BYTES * costs.arrange_ns * _S_PER_NS
+            copy_s_per_float = _PASSES * 2 * _COPY_BYTES * costs.arrange_ns * _S_PER_NS
             output_s = num_floats * (
                 _PASSES * _FLOAT_BYTES * self._s_per_unsummed_byte
                 + (bytes_per_float.forward + bytes_per_float.backward) * self._s_per_summed_byte
-                + copied_s
+                + copy_s_per_float
             )
         # `uneven_ns` covers both passes.
         uneven_s = num_bags * costs.uneven_ns * _S_PER_NS / _PASSES if bag_share < 1.0 else 0.0
@@ -272,9 +281,9 @@ class CostModel:
         rows_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * num_floats
         received_nbytes = self._num_received_batches * batch_nbytes
         combining_nbytes = received_nbytes + rows_nbytes
-        grouping = _GROUPING_BYTES * num_ids * table_slice.storage.is_trained
+        grouping_nbytes = _GROUPING_BYTES * num_ids * table_slice.storage.is_trained
         updating_nbytes = combining_nbytes + (
-            grouping if reader.config.pooled else max(grouping, rows_nbytes)
+            grouping_nbytes if reader.config.pooled else max(grouping_nbytes, rows_nbytes)
         )
         if is_summed:
             # In addition: rows in the order of sending, the rows to sum, the gradients of the sums.
@@ -289,9 +298,11 @@ class CostModel:
 
         `shards` must be all shards of the table.
         """
-        shapes = list(shards)
-        by_reader = (self._common_cost_of(reader, shapes) for reader in workload.by_reader)
-        return reduce(CommonCost.plus, by_reader)
+        all_shards = list(shards)
+        costs_by_reader = (
+            self._common_cost_of(reader, all_shards) for reader in workload.by_reader
+        )
+        return reduce(CommonCost.plus, costs_by_reader)
 
     def _common_cost_of(self, reader: TableWorkload, shards: Sequence[ShardShape]) -> CommonCost:
         """Return what one reader's lookups in a sharded table cost every rank, for its batch."""
@@ -307,8 +318,8 @@ class CostModel:
             index_nbytes += _ROW_INDEX_BYTES * num_bags * (num_rows < num_bags)
             num_output_rows += num_rows
             sent_nbytes += _batch_nbytes(reader, num_ids * id_share, num_rows)
-            received_rows = num_rows / self.topology.local_world_size if is_summed else num_rows
-            num_floats_in += (received_rows if is_pooled else num_ids * id_share) * columns
+            num_received_rows = num_rows / self.topology.local_world_size if is_summed else num_rows
+            num_floats_in += (num_received_rows if is_pooled else num_ids * id_share) * columns
         num_floats_out = (num_bags if is_pooled else num_ids) * reader.config.embedding_dim
         arrange_ns = (
             sent_nbytes / _ID_BYTES * costs.route_ns
@@ -374,7 +385,7 @@ class CostModel:
 
     def _replica_cost(self, reader: TableWorkload, table_slice: TableSlice) -> _LookupCost:
         """Return what one reader's lookups in a replicated table, and their updates, cost."""
-        costs, world = self.costs, self.topology.world_size
+        costs, world_size = self.costs, self.topology.world_size
         is_pooled = reader.config.pooled
         num_bags = reader.batch_size * reader.num_features
         num_ids = reader.batch_size * reader.ids_per_example
@@ -388,7 +399,7 @@ class CostModel:
         combining_nbytes = caller_nbytes + (_FLOAT_BYTES * num_floats if is_pooled else 0.0)
         updating_nbytes = caller_nbytes + _GROUPING_BYTES * num_ids
         arrange_s = 0.0
-        if world > 1:
+        if world_size > 1:
             # Three copies: rows are appended to the received rows, then copied to the output;
             # gradients are copied back.
             arrange_s = 3 * _COPY_BYTES * num_floats * costs.arrange_ns * _S_PER_NS
@@ -398,14 +409,14 @@ class CostModel:
             seconds = (0.0, lookup_s, 0.0, update_s)
             return _LookupCost(seconds, combining_nbytes, updating_nbytes, arrange_s)
         # A fused optimizer: this rank receives the ids and gradients of all ranks.
-        all_batches_nbytes = _batch_nbytes(reader, num_ids, num_bags) * world
-        num_all_ids, num_all_output_rows = num_ids * world, num_output_rows * world
+        all_batches_nbytes = _batch_nbytes(reader, num_ids, num_bags) * world_size
+        num_all_ids, num_all_output_rows = num_ids * world_size, num_output_rows * world_size
         update_s = self._update_s(reader, table_slice, num_all_ids, num_all_output_rows)
         rows_nbytes = 0.0
         if table_slice.storage.updates_need_rows:
             update_s += self._lookup_s(reader, table_slice, num_all_ids, num_all_output_rows)
-            rows_nbytes = _FLOAT_BYTES * num_floats * world
-        gradient_nbytes = num_floats * world * self._bytes_per_float.backward
+            rows_nbytes = _FLOAT_BYTES * num_floats * world_size
+        gradient_nbytes = num_floats * world_size * self._bytes_per_float.backward
         seconds = (
             all_batches_nbytes * self._s_per_byte,
             lookup_s,
@@ -415,10 +426,11 @@ class CostModel:
         # Batches and gradients of all ranks. Gradients of unpooled rows are first concatenated over
         # features, and put in order when they have arrived.
         gathered_nbytes = 0.0
-        if world > 1:
+        if world_size > 1:
             arrange_s += all_batches_nbytes / _ID_BYTES * costs.route_ns * _S_PER_NS
             gathered_nbytes = (
-                self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * num_floats * world
+                self._batches_in_flight * all_batches_nbytes
+                + _FLOAT_BYTES * num_floats * world_size
             )
         combining_nbytes += gathered_nbytes * self._num_row_copies(reader)
         combining_nbytes += 0.0 if is_pooled else 2 * _FLOAT_BYTES * num_floats
@@ -465,15 +477,20 @@ class CostModel:
         return interpolate(self.costs.update_near, row_bytes)
 
     def _mean_row_ns(
-        self, near_ns: Curve, far_ns: Curve, table_slice: TableSlice, row_bytes: float, ids: float
+        self,
+        near_ns: Curve,
+        far_ns: Curve,
+        table_slice: TableSlice,
+        row_bytes: float,
+        num_ids: float,
     ) -> float:
         """Return the mean ns per row of a shard that is partly in cache.
 
         The shards of a rank share its cache in proportion to the floats that they look up. Each
         rank is assumed to look up `floats_per_rank` floats.
         """
-        floats, all_floats = ids * table_slice.dim, self.floats_per_rank
-        cache_share = min(1.0, floats / all_floats) if all_floats else 1.0
+        num_floats, num_all_floats = num_ids * table_slice.dim, self.floats_per_rank
+        cache_share = min(1.0, num_floats / num_all_floats) if num_all_floats else 1.0
         near_bytes = self.costs.near_bytes * cache_share
         near_share = min(1.0, near_bytes / max(table_slice.num_rows * row_bytes, 1.0))
         return near_share * interpolate(near_ns, row_bytes) + (1.0 - near_share) * interpolate(
@@ -539,8 +556,8 @@ def _round_to_grid(seconds: float) -> float:
 def _memory_need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: float) -> MemoryNeed:
     """Return the memory of a table, with the bytes of batches at the two peaks of a step."""
     device, host, disk = table
-    nbytes = (device + combining_nbytes, device + updating_nbytes, host, disk)
-    return MemoryNeed(*(float(math.ceil(count)) for count in nbytes))
+    nbytes_by_field = (device + combining_nbytes, device + updating_nbytes, host, disk)
+    return MemoryNeed(*(float(math.ceil(nbytes)) for nbytes in nbytes_by_field))
 
 
 def _batch_nbytes(reader: TableWorkload, num_ids: float, num_bags: float) -> float:

@@ -38,12 +38,12 @@ def any_plan(problem: Problem) -> Plan:
     options without groups; problems of a few tables need fewer. Of interchangeable ranks and nodes
     only one is tried. With more than `_MAX_GROUPS` groups nothing is tried.
     """
-    world = problem.model.topology.world_size
+    world_size = problem.model.topology.world_size
     num_groups = sum(max(len(option.groups) for option in options) for options in problem.options)
     if num_groups > _MAX_GROUPS:
         return []
     rank_costs = problem.empty_costs()
-    options = [_sort_by_bytes(table_options, world) for table_options in problem.options]
+    options = [_sort_by_bytes(table_options, world_size) for table_options in problem.options]
     # A table counts by its largest shard, in the option where that is smallest. The table with the
     # largest comes first, because the fewest ranks have memory for it.
     order = sorted(
@@ -51,7 +51,7 @@ def any_plan(problem: Problem) -> Plan:
         key=lambda table: (-min(map(_largest_nbytes, options[table])), table),
     )
     # Lower bounds of the bytes of each table, then of each table with all after it, by field.
-    table_nbytes = [_min_need(options[table], world) for table in order]
+    table_nbytes = [_min_need(options[table], world_size) for table in order]
     min_remaining_nbytes = [MemoryNeed(0, 0)]
     for need in reversed(table_nbytes):
         min_remaining_nbytes.insert(0, min_remaining_nbytes[0].plus(need))
@@ -69,8 +69,8 @@ def _sort_by_bytes(options: Sequence[Option], world_size: int) -> list[Option]:
 
 def _min_need(options: Sequence[Option], world_size: int) -> MemoryNeed:
     """Return the fewest bytes on all ranks together that any option needs, in each field."""
-    by_field = zip(*(option.nbytes(world_size) for option in options), strict=True)
-    return MemoryNeed(*map(min, by_field))
+    nbytes_by_field = zip(*(option.nbytes(world_size) for option in options), strict=True)
+    return MemoryNeed(*map(min, nbytes_by_field))
 
 
 def _largest_nbytes(option: Option) -> float:
@@ -179,26 +179,26 @@ class _Search:
         rank = self.rank_costs.first_rank(group, target)
         local_size = self.rank_costs.topology.local_world_size
         first_rank = rank // local_size * local_size  # of the node
-        node_free = [self._free_nbytes_of(r) for r in range(first_rank, first_rank + local_size)]
+        node_nbytes = [self._free_nbytes_of(r) for r in range(first_rank, first_rank + local_size)]
         if group.domain is Domain.NODE:
-            return tuple(node_free)
-        return self._free_nbytes_of(rank), tuple(sorted(node_free))
+            return tuple(node_nbytes)
+        return self._free_nbytes_of(rank), tuple(sorted(node_nbytes))
 
     def _free_nbytes_of(self, rank: int) -> tuple[float, ...]:
         """Return a rank's free bytes by field of `MemoryNeed`; common costs count as free."""
         free_memory = self.rank_costs.free_memory[rank]
         return tuple(
-            round(free - used[rank])
-            for free, used in zip(free_memory, self.rank_costs.nbytes, strict=True)
+            round(free_nbytes - used_nbytes[rank])
+            for free_nbytes, used_nbytes in zip(free_memory, self.rank_costs.nbytes, strict=True)
         )
 
     def _free_nbytes(self) -> list[float]:
         """Return the free bytes of all ranks together, by field of `MemoryNeed`."""
-        world = len(self.rank_costs.totals)
-        free_by_pool = zip(*(self._free_nbytes_of(rank) for rank in range(world)), strict=True)
+        world_size = len(self.rank_costs.totals)
+        free_by_pool = zip(*(self._free_nbytes_of(rank) for rank in range(world_size)), strict=True)
         return [
-            sum(free_by_rank) - world * common
-            for free_by_rank, common in zip(
+            sum(free_by_rank) - world_size * common_nbytes
+            for free_by_rank, common_nbytes in zip(
                 free_by_pool, self.rank_costs.common_nbytes, strict=True
             )
         ]
@@ -213,17 +213,17 @@ def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     Each table must have an option. Tables that must not be cut are placed first, then the others;
     the largest comes first among both.
     """
-    world = problem.model.topology.world_size
-    nbytes = [min_nbytes(options, world) for options in problem.options]
+    world_size = problem.model.topology.world_size
+    nbytes = [min_nbytes(options, world_size) for options in problem.options]
     order = sorted(
         range(len(nbytes)),
         key=lambda table: (_can_cut(problem, workloads[table]), -nbytes[table], table),
     )
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
-        options = _sort_by_bytes(problem.options[table], world)
+        options = _sort_by_bytes(problem.options[table], world_size)
         placements = (place(rank_costs, option) for option in options)
-        placement = next((placed for placed in placements if placed is not None), None)
+        placement = next((candidate for candidate in placements if candidate is not None), None)
         if placement is None and _can_cut(problem, workloads[table]):
             placement = _cut_into_blocks(rank_costs, workloads[table], problem)
         if placement is None:
@@ -252,14 +252,14 @@ def _cut_into_blocks(
     free_nbytes = [_free_device_nbytes(rank_costs, rank) for rank in range(len(rank_costs.totals))]
     common_nbytes = _max_common_nbytes(workload, problem)
     shards: list[Shard] = []
-    begin = 0
+    first_row = 0
     for rank in sorted(range(len(free_nbytes)), key=lambda rank: (-free_nbytes[rank], rank)):
         available_nbytes = free_nbytes[rank] - common_nbytes
-        rows = _rows_that_fit(shard_costs, available_nbytes, shape.rows - begin)
-        if rows > 0:
-            shards.append(Shard(rank, (begin, begin + rows), (0, shape.columns)))
-            begin += rows
-        if begin == shape.rows:
+        num_rows = _rows_that_fit(shard_costs, available_nbytes, shape.rows - first_row)
+        if num_rows > 0:
+            shards.append(Shard(rank, (first_row, first_row + num_rows), (0, shape.columns)))
+            first_row += num_rows
+        if first_row == shape.rows:
             option = build_option(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
             return place(rank_costs, option)
     return None
@@ -277,17 +277,17 @@ def _max_common_nbytes(workload: TableWorkload, problem: Problem) -> float:
 
     These are bytes of device memory for batches and rows in transit, without the blocks themselves.
     """
-    world = problem.model.topology.world_size
+    world_size = problem.model.topology.world_size
     columns = shape_of(workload.config).columns
     equal_cost = problem.model.common_cost(
-        workload, [ShardShape(columns, 1.0 / world, False)] * world
+        workload, [ShardShape(columns, 1.0 / world_size, False)] * world_size
     )
     # A rank receives at most one row per bag and block, or per id if rows are not pooled.
-    rows_sent = sum(
+    num_sent_rows = sum(
         reader.batch_size * max(reader.num_features, reader.ids_per_example)
         for reader in workload.by_reader
     )
-    received_nbytes = world * rows_sent * (columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
+    received_nbytes = world_size * num_sent_rows * (columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
     return equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
 
 
@@ -299,20 +299,20 @@ def _rows_that_fit(shard_costs: ShardCosts, available_nbytes: float, max_rows: i
     shape = shape_of(shard_costs.workload.config)
     row_unit = shape.row_unit
 
-    def nbytes_of(rows: int) -> float:
-        block = Shard(0, (0, rows), (0, shape.columns))
-        return shard_costs.load(block, rows / shape.rows).nbytes.device
+    def nbytes_of(num_rows: int) -> float:
+        block = Shard(0, (0, num_rows), (0, shape.columns))
+        return shard_costs.load(block, num_rows / shape.rows).nbytes.device
 
     unit_nbytes, table_nbytes = nbytes_of(min(row_unit, shape.rows)), nbytes_of(shape.rows)
     if available_nbytes < unit_nbytes:
         return 0
     # The bytes are nearly linear in the rows: estimate the rows, then correct them.
     nbytes_per_row = max((table_nbytes - unit_nbytes) / max(shape.rows - row_unit, 1), 1e-9)
-    more_rows = int((available_nbytes - unit_nbytes) / nbytes_per_row)
-    rows = min(row_unit + more_rows // row_unit * row_unit, max_rows)
-    while rows > 0 and nbytes_of(rows) > available_nbytes:
-        rows -= rows % row_unit or row_unit
-    return rows
+    num_more_rows = int((available_nbytes - unit_nbytes) / nbytes_per_row)
+    num_rows = min(row_unit + num_more_rows // row_unit * row_unit, max_rows)
+    while num_rows > 0 and nbytes_of(num_rows) > available_nbytes:
+        num_rows -= num_rows % row_unit or row_unit
+    return num_rows
 
 
 _MAX_NAMES = 5  # tables that a message names
@@ -357,24 +357,24 @@ def format_bytes(nbytes: float) -> str:
 
 def no_plan_error(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     """Return the error for a problem without a plan; `workloads` are its tables."""
-    world = problem.model.topology.world_size
+    world_size = problem.model.topology.world_size
     # Bytes per table on all ranks together, by its smallest option.
-    needs = [min_nbytes(options, world) for options in problem.options]
+    needs = [min_nbytes(options, world_size) for options in problem.options]
     order = sorted(range(len(workloads)), key=lambda table: (-needs[table], table))
     free_memory = [max(0.0, memory.device) for memory in problem.free_memory]
     too_large = [table for table in order if not _fits_alone(problem, table)]
     if too_large:
-        missing = max((_missing_alone(problem, table) for table in too_large), key=sum)
+        missing_memory = max((_missing_alone(problem, table) for table in too_large), key=sum)
         verb = "fits" if len(too_large) == 1 else "fit"
         shortage = (
             f"{_describe_tables(workloads, needs, too_large)} {verb} "
-            f"nowhere, even with all memory free; at least {_format_need(missing)} short"
+            f"nowhere, even with all memory free; at least {_format_need(missing_memory)} short"
         )
     else:
-        shortage, missing = _describe_total_shortage(problem)
+        shortage, missing_memory = _describe_total_shortage(problem)
     tables_shown = too_large or order
-    remedies = _remedies(problem, workloads, tables_shown, missing)
-    ranks = f"{world} ranks" if world > 1 else "1 rank"
+    remedies = _remedies(problem, workloads, tables_shown, missing_memory)
+    ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
     low, high = format_bytes(min(free_memory)), format_bytes(max(free_memory))
     free_range = f"{low} to {high}" if max(free_memory) > min(free_memory) else low
     message = (
@@ -383,7 +383,7 @@ def no_plan_error(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanE
         f"Largest: {_describe_tables(workloads, needs, order)}. Ways out: {'; '.join(remedies)}"
     )
     names = [workloads[table].name for table in tables_shown]
-    return PlanError(message, names, int(sum(missing)), remedies)
+    return PlanError(message, names, int(sum(missing_memory)), remedies)
 
 
 def _describe_total_shortage(problem: Problem) -> tuple[str, MemoryBytes]:
@@ -391,16 +391,18 @@ def _describe_total_shortage(problem: Problem) -> tuple[str, MemoryBytes]:
 
     The missing bytes are 0 if all tables together need no more than there is.
     """
-    needed = _min_total_nbytes(problem)
-    free = MemoryBytes(*(sum(pool) for pool in zip(*problem.free_memory, strict=True)))
-    missing = MemoryBytes(*(max(0.0, n - f) for n, f in zip(needed, free, strict=True)))
-    text = f"all tables need {_format_need(needed)} at least"
-    if any(missing):
-        return f"{text}, {_format_need(missing)} more than there is", missing
+    needed_memory = _min_total_nbytes(problem)
+    free_memory = MemoryBytes(*(sum(free) for free in zip(*problem.free_memory, strict=True)))
+    missing_memory = MemoryBytes(
+        *(max(0.0, needed - free) for needed, free in zip(needed_memory, free_memory, strict=True))
+    )
+    text = f"all tables need {_format_need(needed_memory)} at least"
+    if any(missing_memory):
+        return f"{text}, {_format_need(missing_memory)} more than there is", missing_memory
     return (
         f"{text}, which is there in all, but no way was found to divide them so that each shard "
         "fits",
-        missing,
+        missing_memory,
     )
 
 
@@ -412,10 +414,10 @@ def _fits_alone(problem: Problem, table: int) -> bool:
 
 def _min_total_nbytes(problem: Problem) -> MemoryBytes:
     """Return lower bounds of the bytes of all tables on all ranks together."""
-    world = problem.model.topology.world_size
+    world_size = problem.model.topology.world_size
     total = MemoryNeed(0, 0)
     for options in problem.options:
-        total = total.plus(_min_need(options, world))
+        total = total.plus(_min_need(options, world_size))
     return MemoryBytes(total.device, total.host, total.disk)
 
 
@@ -425,22 +427,24 @@ def _missing_alone(problem: Problem, table: int) -> MemoryBytes:
     It is that of the option that lacks least: its largest shards on the ranks with most memory.
     """
     missing_by_option: list[MemoryBytes] = []
-    free_by_field = list(zip(*problem.empty_costs().free_memory, strict=True))
+    free_by_pool = list(zip(*problem.empty_costs().free_memory, strict=True))
     for option in problem.options[table]:
         needs = [load.nbytes for group in option.groups for load in group.loads]
-        missing = [0.0] * len(MemoryNeed._fields)
+        missing_by_pool = [0.0] * len(MemoryNeed._fields)
         for pool, (common_nbytes, free_by_rank) in enumerate(
-            zip(option.common_cost.nbytes, free_by_field, strict=True)
+            zip(option.common_cost.nbytes, free_by_pool, strict=True)
         ):
-            shards = [need[pool] for need in needs]
-            shards += [0.0] * (len(free_by_rank) - len(shards))
-            missing[pool] = sum(
+            shards_nbytes = [need[pool] for need in needs]
+            shards_nbytes += [0.0] * (len(free_by_rank) - len(shards_nbytes))
+            missing_by_pool[pool] = sum(
                 max(0.0, shard_nbytes + common_nbytes - free_nbytes)
                 for shard_nbytes, free_nbytes in zip(
-                    sorted(shards, reverse=True), sorted(free_by_rank, reverse=True), strict=False
+                    sorted(shards_nbytes, reverse=True),
+                    sorted(free_by_rank, reverse=True),
+                    strict=False,
                 )
             )
-        missing_need = MemoryNeed(*missing)
+        missing_need = MemoryNeed(*missing_by_pool)
         missing_by_option.append(
             MemoryBytes(missing_need.device, missing_need.host, missing_need.disk)
         )
@@ -450,7 +454,7 @@ def _missing_alone(problem: Problem, table: int) -> MemoryBytes:
 def _format_need(nbytes: MemoryBytes) -> str:
     """Format bytes per kind of memory, e.g. "1.50 GiB and 3.00 GiB of disk"."""
     names = ("", " of host memory", " of disk")
-    parts = [format_bytes(n) + name for n, name in zip(nbytes, names, strict=True) if n]
+    parts = [format_bytes(count) + name for count, name in zip(nbytes, names, strict=True) if count]
     return " and ".join(parts) or format_bytes(0)
 
 
@@ -461,18 +465,18 @@ def _describe_tables(
 
     `needs` are the bytes of all tables, `tables` the indices of those to name.
     """
-    described = ", ".join(
-        f"{workloads[t].name} ({format_bytes(needs[t])})" for t in tables[:_MAX_NAMES]
+    descriptions = ", ".join(
+        f"{workloads[table].name} ({format_bytes(needs[table])})" for table in tables[:_MAX_NAMES]
     )
     num_omitted = len(tables) - _MAX_NAMES
-    return described + (f" and {num_omitted} more" if num_omitted > 0 else "")
+    return descriptions + (f" and {num_omitted} more" if num_omitted > 0 else "")
 
 
 def _remedies(
     problem: Problem,
     workloads: Sequence[TableWorkload],
     tables: Sequence[int],
-    missing: MemoryBytes,
+    missing_memory: MemoryBytes,
 ) -> list[str]:
     """Return changes that may make the tables fit, one sentence each.
 
@@ -480,21 +484,25 @@ def _remedies(
         problem: the problem without a plan.
         workloads: tables of the problem.
         tables: indices of the tables that the message is about, the largest first.
-        missing: bytes that are missing; 0 if unknown.
+        missing_memory: bytes that are missing; 0 if unknown.
     """
     topology = problem.model.topology
     largest = workloads[tables[0]]
     remedies = []
-    rows = ShardingType.ROW_WISE
+    row_wise = ShardingType.ROW_WISE
     types = largest.constraints.sharding_types
-    if types is not None and rows not in types and topology.world_size > 1:
-        remedies.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
-    max_free = (max(pool) for pool in zip(*problem.free_memory, strict=True))  # by kind of memory
+    if types is not None and row_wise not in types and topology.world_size > 1:
+        remedies.append(
+            f"allow {row_wise.value} for {largest.name}, which cuts it into equal parts"
+        )
+    max_free = (
+        max(free_nbytes) for free_nbytes in zip(*problem.free_memory, strict=True)
+    )  # by kind of memory
     shortages = [
-        (lacking, free) for lacking, free in zip(missing, max_free, strict=True) if lacking
+        (missing, free) for missing, free in zip(missing_memory, max_free, strict=True) if missing
     ]
     if shortages and all(free >= 1 for _, free in shortages):
-        num_more = max(-(-int(lacking) // int(free)) for lacking, free in shortages)
+        num_more = max(-(-int(missing) // int(free)) for missing, free in shortages)
         remedies.append(
             f"use {num_more} more rank{'s' if num_more > 1 else ''} or more, or ranks with more "
             "memory"
@@ -507,7 +515,9 @@ def _remedies(
         )
     if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
         remedies.append("keep tables in 16 bits (data_type=torch.bfloat16)")
-    if largest.optimizer is not None and any(not s.per_row for s in largest.optimizer.states):
+    if largest.optimizer is not None and any(
+        not state.per_row for state in largest.optimizer.states
+    ):
         remedies.append("take an optimizer with one number per row, as RowwiseAdagrad")
     remedies.append("make the batch, or the Reservation, smaller")
     return remedies
@@ -515,14 +525,14 @@ def _remedies(
 
 def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
     """Return the code of storages that need less memory than that of a dense table."""
-    storage, names = workload.config.storage, []
+    storage, code_lines = workload.config.storage, []
     if not isinstance(storage, Dense):
         return []
     if device == "cuda" and storage.placement is Placement.DEVICE:
-        names.append("Dense(Placement.MANAGED_CACHING)")
+        code_lines.append("Dense(Placement.MANAGED_CACHING)")
     if not workload.readers:  # shared tables must be dense
-        names.append("TensorTrain(ranks=(16, 16))")
-    return names
+        code_lines.append("TensorTrain(ranks=(16, 16))")
+    return code_lines
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
@@ -532,7 +542,7 @@ def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> 
     """
     for rank, memory in enumerate(free_memory):
         if memory.device < 1:  # a share of the reservation may leave a part of a byte
-            lacking = max(0.0, -memory.device)
+            missing_nbytes = max(0.0, -memory.device)
             remedies = (
                 "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
                 "give ranks more memory",
@@ -540,9 +550,9 @@ def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> 
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
                 f"{format_bytes(dense_nbytes)} of dense parameters, takes "
-                f"{format_bytes(lacking)} more than there is. Ways out: "
+                f"{format_bytes(missing_nbytes)} more than there is. Ways out: "
                 f"{'; '.join(remedies)}",
                 (),
-                int(lacking),
+                int(missing_nbytes),
                 remedies,
             )

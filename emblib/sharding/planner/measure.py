@@ -44,17 +44,17 @@ from emblib.storage.base import row_bytes
 from emblib.storage.tensor_train import multiply_adds
 from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
 
-_ROUNDS = 20
+_NUM_ROUNDS = 20
 _DIMS = (8, 32, 64, 128)
 _ADAM_DIMS = (64, 128)  # measured with Adam as well, whose states are twice as long as the row
-_BAGS = 4096
+_NUM_BAGS = 4096
 _FEW_IDS, _MANY_IDS = 1, 13  # ids per bag; the slope between the two is the cost of an id
 _CACHED_BYTES = 1 << 19  # bytes of a table that is in cache
 _NUM_BATCHES = 6  # batches used in turn, so that the rows of a batch are not in cache
 _NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that no buffer stays in cache
 _COPY_ACCESSES = 2  # bytes read or written per byte copied
-_EXTRA_TABLES = 64  # tables added to a step of one table, to measure the cost of a table
-_TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
+_NUM_EXTRA_TABLES = 64  # tables added to a step of one table, to measure the cost of a table
+_TINY_TABLE = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
 _ROUND_S = 5e-3  # duration of a round
 _NS_PER_S = 1e9
 _MIN_NEAR_FRACTION = 0.02  # least share of the middle table in cache, as noise may hide it
@@ -72,7 +72,7 @@ class Sizes:
     """
 
     large_bytes: int = 1 << 27
-    rounds: int = _ROUNDS
+    rounds: int = _NUM_ROUNDS
 
 
 def time_call(function: Callable[[], object], device: torch.device, rounds: int) -> float:
@@ -134,7 +134,7 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     route_ns, arrange_ns = _measure_routing(device, sizes.rounds)
     return replace(
         base,
-        source=f"measured on {_name(device)}",
+        source=f"measured on {_name_of_device(device)}",
         lookup_near=near.lookup_curve(),
         lookup_far=far.lookup_curve(),
         update_near=near.update_curve(),
@@ -153,7 +153,7 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     )
 
 
-def _name(device: torch.device) -> str:
+def _name_of_device(device: torch.device) -> str:
     """Return the name of a device for reports; for a CPU with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -202,57 +202,67 @@ class _TableTimer:
         """
         key = dim, type(optimizer).__name__
         if key not in self._costs:
-            rows = max(self.nbytes // row_bytes(optimizer, dim, _FLOAT_BYTES), 32)
+            num_rows = max(self.nbytes // row_bytes(optimizer, dim, _FLOAT_BYTES), 32)
             table = TableBatchedEmbeddingBags(
-                [TableSpec(rows, dim)],
+                [TableSpec(num_rows, dim)],
                 optimizer,
                 bounds_check=BoundsCheck.NONE,
                 device=self.device,
             )
-            few_s, many_s = self._step(table, rows, _FEW_IDS), self._step(table, rows, _MANY_IDS)
+            few_s, many_s = (
+                self._step(table, num_rows, _FEW_IDS),
+                self._step(table, num_rows, _MANY_IDS),
+            )
             # Each of forward and of backward.
             id_s = [
-                (many - few) / _BAGS / (_MANY_IDS - _FEW_IDS)
+                (many - few) / _NUM_BAGS / (_MANY_IDS - _FEW_IDS)
                 for few, many in zip(few_s, many_s, strict=True)
             ]
             bag_s = [
-                (few - overhead) / _BAGS - _FEW_IDS * per_id
+                (few - overhead) / _NUM_BAGS - _FEW_IDS * per_id
                 for few, overhead, per_id in zip(few_s, self.overhead_s, id_s, strict=True)
             ]
-            ns = [max(_NS_PER_S * s, 0.0) for s in (id_s[0], bag_s[0], id_s[1], bag_s[1])]
-            self._costs[key] = _RowCosts(*ns)
+            costs_ns = [
+                max(_NS_PER_S * seconds, 0.0) for seconds in (id_s[0], bag_s[0], id_s[1], bag_s[1])
+            ]
+            self._costs[key] = _RowCosts(*costs_ns)
         return self._costs[key]
 
-    def _step(self, table: TableBatchedEmbeddingBags, rows: int, ids: int) -> tuple[float, float]:
-        """Measure the seconds of forward, and of backward with the update; `ids` are per bag."""
-        offsets = torch.arange(_BAGS + 1, device=self.device) * ids
+    def _step(
+        self, table: TableBatchedEmbeddingBags, num_rows: int, ids_per_bag: int
+    ) -> tuple[float, float]:
+        """Measure the seconds of forward, and of backward with the update."""
+        offsets = torch.arange(_NUM_BAGS + 1, device=self.device) * ids_per_bag
         batches = cycle(
-            [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_NUM_BATCHES)]
+            [
+                torch.randint(num_rows, (_NUM_BAGS * ids_per_bag,), device=self.device)
+                for _ in range(_NUM_BATCHES)
+            ]
         )
-        grad = torch.randn(_BAGS, table.tables[0].dim, device=self.device) * 1e-3
+        grad = torch.randn(_NUM_BAGS, table.tables[0].dim, device=self.device) * 1e-3
         return _measure_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
 
     def lookup_curve(self) -> Curve:
         """Return the curve of ns per id by bytes per row."""
-        return _fit_line({4.0 * d: self.costs(d, SGD(0.1)).id_ns for d in _DIMS})
+        return _fit_line({4.0 * dim: self.costs(dim, SGD(0.1)).id_ns for dim in _DIMS})
 
     def update_curve(self) -> Curve:
         """Return the curve of ns per updated id by bytes of the row and its state."""
-        points = {4.0 * d: self.costs(d, SGD(0.1)).update_ns for d in _DIMS}
-        for d in _ADAM_DIMS:
+        points = {4.0 * dim: self.costs(dim, SGD(0.1)).update_ns for dim in _DIMS}
+        for dim in _ADAM_DIMS:
             optimizer = Adam(0.1)
-            points[float(row_bytes(optimizer, d, _FLOAT_BYTES))] = self.costs(
-                d, optimizer
+            points[float(row_bytes(optimizer, dim, _FLOAT_BYTES))] = self.costs(
+                dim, optimizer
             ).update_ns
         return _fit_line(points)
 
     def bag_curve(self) -> Curve:
         """Return the curve of ns per bag by bytes of its row."""
-        return _fit_line({4.0 * d: self.costs(d, SGD(0.1)).bag_ns for d in _DIMS})
+        return _fit_line({4.0 * dim: self.costs(dim, SGD(0.1)).bag_ns for dim in _DIMS})
 
     def gradient_curve(self) -> Curve:
         """Return the curve of ns per bag gradient by bytes of its row."""
-        return _fit_line({4.0 * d: self.costs(d, SGD(0.1)).gradient_ns for d in _DIMS})
+        return _fit_line({4.0 * dim: self.costs(dim, SGD(0.1)).gradient_ns for dim in _DIMS})
 
 
 def _fit_line(points: dict[float, float]) -> Curve:
@@ -277,15 +287,15 @@ def _measure_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
     """Measure the seconds of forward without gradients, and the seconds that backward adds."""
-    step = time_call(lambda: forward().backward(grad), device, rounds)
+    step_s = time_call(lambda: forward().backward(grad), device, rounds)
     forward_s = in_grad_mode(time_call, enabled=False)(forward, device, rounds)
-    return forward_s, max(step - forward_s, 0.0)
+    return forward_s, max(step_s - forward_s, 0.0)
 
 
 def _measure_tiny_table(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
-        [TableSpec(_TINY.rows, _TINY.columns)],
+        [TableSpec(_TINY_TABLE.rows, _TINY_TABLE.columns)],
         SGD(0.1),
         bounds_check=BoundsCheck.NONE,
         device=device,
@@ -293,7 +303,10 @@ def _measure_tiny_table(device: torch.device, rounds: int) -> tuple[float, float
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     offsets = torch.arange(2, device=device)
     return _measure_step(
-        lambda: module(ids, offsets), torch.ones(1, _TINY.columns, device=device), device, rounds
+        lambda: module(ids, offsets),
+        torch.ones(1, _TINY_TABLE.columns, device=device),
+        device,
+        rounds,
     )
 
 
@@ -304,8 +317,8 @@ def _measure_step_and_unit(device: torch.device, rounds: int) -> tuple[float, fl
         step = tiny_step(RankGroup.single(device), num_tables, table_wise(0))
         return time_call(lambda: step.forward().backward(step.gradient), device, rounds)
 
-    one_s, many_s = step_of(1), step_of(_EXTRA_TABLES + 1)
-    return one_s, max(many_s - one_s, 0.0) / _EXTRA_TABLES
+    one_s, many_s = step_of(1), step_of(_NUM_EXTRA_TABLES + 1)
+    return one_s, max(many_s - one_s, 0.0) / _NUM_EXTRA_TABLES
 
 
 class TinyStep(NamedTuple):
@@ -322,44 +335,44 @@ def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
     """
     names = [f"t{t}" for t in range(num_tables)]
     source = EmbeddingBagCollection(
-        [EmbeddingBagConfig(_TINY.rows, _TINY.columns, name) for name in names],
+        [EmbeddingBagConfig(_TINY_TABLE.rows, _TINY_TABLE.columns, name) for name in names],
         device="meta",
         optimizer=SGD(0.1),
     )
     world = World(ranks.size, ranks.local_size)
-    shapes = dict.fromkeys(names, _TINY)
+    shapes = dict.fromkeys(names, _TINY_TABLE)
     plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
     plan = plan_from_shapes(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
     lengths = torch.ones(num_tables, dtype=torch.int64, device=ranks.device)
     batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
-    gradient = torch.ones(1, _TINY.columns * num_tables, device=ranks.device)
+    gradient = torch.ones(1, _TINY_TABLE.columns * num_tables, device=ranks.device)
     return TinyStep(lambda: collection(batch).values(), gradient)
 
 
 def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the ns per id to sort ids into four blocks of rows, and per byte that is copied."""
-    rows, bags, width = 1 << 20, 1 << 15, 64
-    ids = torch.randint(rows, (bags,), device=device)
-    offsets = torch.arange(bags + 1, device=device)
+    num_table_rows, num_bags, width = 1 << 20, 1 << 15, 64
+    ids = torch.randint(num_table_rows, (num_bags,), device=device)
+    offsets = torch.arange(num_bags + 1, device=device)
     num_blocks = 4  # of one feature, each with one unit
     routing = route.Routing(
-        first_bags=torch.tensor([0, bags], device=device),
-        features=torch.tensor([[0, num_blocks, rows, 0]], device=device),
+        first_bags=torch.tensor([0, num_bags], device=device),
+        features=torch.tensor([[0, num_blocks, num_table_rows, 0]], device=device),
         blocks=torch.tensor(
-            [(k * rows // num_blocks, k, 1) for k in range(num_blocks)], device=device
+            [(k * num_table_rows // num_blocks, k, 1) for k in range(num_blocks)], device=device
         ),
         copies=torch.arange(num_blocks, device=device),
-        units=torch.arange(num_blocks + 1, device=device) * bags,
+        units=torch.arange(num_blocks + 1, device=device) * num_bags,
     )
 
     def send() -> None:
-        lengths = route.route_lengths(ids, offsets, *routing, num_bags=num_blocks * bags)
+        lengths = route.route_lengths(ids, offsets, *routing, num_bags=num_blocks * num_bags)
         starts = running_sums(lengths)
-        route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
+        route.route_ids(ids, offsets, *routing, starts=starts, total=num_bags)
 
     # The number of rows of a large batch, copied from memory that is in no cache to new memory.
-    num_rows = 2 * bags
+    num_rows = 2 * num_bags
     sources = [torch.randn(num_rows * width, device=device) for _ in range(_NUM_COLD_BUFFERS)]
     source = cycle(sources)
     targets = torch.tensor([route.TargetRow(0, width, num_rows, width, 0, 1)], device=device)
@@ -370,7 +383,7 @@ def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
 
     # `arrange_ns` is per byte that is read or written, `route_ns` per received id.
     return (
-        time_call(send, device, rounds) / bags * _NS_PER_S,
+        time_call(send, device, rounds) / num_bags * _NS_PER_S,
         time_call(arrange, device, rounds) / (_COPY_ACCESSES * sources[0].nbytes) * _NS_PER_S,
     )
 
@@ -378,7 +391,7 @@ def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
 def measure_packing(device: torch.device, rounds: int) -> float:
     """Measure the ns per bag to drop bags without ids, as a sharded lookup does."""
     num_units = 16
-    lengths = torch.randint(0, 2, (num_units * _BAGS,), device=device)
+    lengths = torch.randint(0, 2, (num_units * _NUM_BAGS,), device=device)
 
     def pack() -> None:
         has_ids = (lengths > 0).view(num_units, -1)
@@ -397,41 +410,41 @@ def _measure_uneven(device: torch.device, rounds: int) -> float:
         bounds_check=BoundsCheck.NONE,
         device=device,
     )
-    ids = torch.randint(1 << 11, (num_tables * _BAGS,), device=device)
-    offsets = torch.arange(num_tables * _BAGS + 1, device=device)
-    grad = torch.randn(num_tables * _BAGS * dim, device=device) * 1e-3
-    uneven = [[_BAGS // 2 + t, _BAGS // 2 - t] for t in range(num_tables)]
+    ids = torch.randint(1 << 11, (num_tables * _NUM_BAGS,), device=device)
+    offsets = torch.arange(num_tables * _NUM_BAGS + 1, device=device)
+    grad = torch.randn(num_tables * _NUM_BAGS * dim, device=device) * 1e-3
+    uneven = [[_NUM_BAGS // 2 + table, _NUM_BAGS // 2 - table] for table in range(num_tables)]
 
-    def step(sizes: list[list[int]] | None) -> float:
+    def time_step(sizes: list[list[int]] | None) -> float:
         def run() -> None:
             out = module(ids, offsets, batch_sizes=sizes)
             out.backward(grad.view(out.shape))
 
         return time_call(run, device, rounds)
 
-    return max(step(uneven) - step(None), 0.0) / (num_tables * _BAGS) * _NS_PER_S
+    return max(time_step(uneven) - time_step(None), 0.0) / (num_tables * _NUM_BAGS) * _NS_PER_S
 
 
 def _measure_hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
     """Measure the ns to find an existing key, in addition to the cost of a dense row."""
-    keys, dim = 1 << 14, 64
-    module = DynamicEmbeddingBags([DynamicSpec(2 * keys, dim)], SGD(0.1), device=device)
-    ids = torch.randperm(keys, device=device)
-    offsets = torch.arange(keys + 1, device=device)
+    num_keys, dim = 1 << 14, 64
+    module = DynamicEmbeddingBags([DynamicSpec(2 * num_keys, dim)], SGD(0.1), device=device)
+    ids = torch.randperm(num_keys, device=device)
+    offsets = torch.arange(num_keys + 1, device=device)
     module(ids, offsets)  # in training: every key gets a row
     module.eval()
     seconds = in_grad_mode(time_call, enabled=False)(lambda: module(ids, offsets), device, rounds)
-    return max(seconds / keys * _NS_PER_S - plain_ns, 0.0)
+    return max(seconds / num_keys * _NS_PER_S - plain_ns, 0.0)
 
 
 def _measure_multiply_add(device: torch.device, rounds: int) -> float:
     """Measure the ns per multiply-add of computing tensor-train rows."""
     spec = TTSpec(1 << 18, 64, (16, 16))
     module = TTEmbeddingBag(spec, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device)
-    ids = torch.randperm(spec.rows, device=device)[:_BAGS]
-    offsets = torch.arange(_BAGS + 1, device=device)
+    ids = torch.randperm(spec.rows, device=device)[:_NUM_BAGS]
+    offsets = torch.arange(_NUM_BAGS + 1, device=device)
     seconds = in_grad_mode(time_call, enabled=False)(lambda: module(ids, offsets), device, rounds)
-    return seconds * _NS_PER_S / _BAGS / multiply_adds(spec)
+    return seconds * _NS_PER_S / _NUM_BAGS / multiply_adds(spec)
 
 
 # What ranks exchange
@@ -469,7 +482,7 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     if ranks.size == 1:
         return measured
     costs_by_rank = ranks.gather_objects(_measure_links(ranks, measured.step_s, sizes))
-    costs = _LinkCosts(*(max(column) for column in zip(*costs_by_rank, strict=True)))
+    costs = _LinkCosts(*(max(rank_costs) for rank_costs in zip(*costs_by_rank, strict=True)))
     nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
     return replace(
         measured,
@@ -500,8 +513,8 @@ class _LinkCosts(NamedTuple):
 def _has_a_core_each(ranks: RankGroup) -> bool:
     """Return whether all ranks of this node can compute at the same time; a collective."""
     # Systems that cannot tell count as one core.
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
-    cores_by_rank = ranks.gather_objects(cores)
+    local_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    cores_by_rank = ranks.gather_objects(local_cores)
     if ranks.device.type == "cuda":
         return True
     first_rank = ranks.node * ranks.local_size
@@ -556,29 +569,31 @@ def _fastest_call_s(
 
 def _measure_links(ranks: RankGroup, step_s: float, sizes: Sizes) -> _LinkCosts:
     """Measure what messages cost this rank; all ranks call this together."""
-    node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
-    neighbours = [r for r in node if r != ranks.rank]
-    remote_ranks = [r for r in range(ranks.size) if r not in node]
+    node_ranks = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
+    neighbours = [rank for rank in node_ranks if rank != ranks.rank]
+    remote_ranks = [rank for rank in range(ranks.size) if rank not in node_ranks]
     empty_s = _measure_exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
     overheads = _measure_overheads(ranks, step_s, sizes.rounds)
-    byte_s = []
+    costs_per_byte_s = []
     for peers in (neighbours, remote_ranks):
         if not ranks.gather_objects(len(peers))[0]:
-            byte_s.append(0.0)
+            costs_per_byte_s.append(0.0)
             continue
         seconds = _measure_exchange(ranks, peers, _MESSAGE_FLOATS, sizes.rounds)
         sent_nbytes = len(peers) * _MESSAGE_FLOATS * _FLOAT_BYTES
-        byte_s.append(max(seconds - empty_s, 1e-9) / sent_nbytes)
-    return _LinkCosts(*overheads, *byte_s)
+        costs_per_byte_s.append(max(seconds - empty_s, 1e-9) / sent_nbytes)
+    return _LinkCosts(*overheads, *costs_per_byte_s)
 
 
-def _measure_exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
-    """Measure the seconds of an all-to-all that sends `count` floats to each of `peers`.
+def _measure_exchange(
+    ranks: RankGroup, peers: Sequence[int], num_floats: int, rounds: int
+) -> float:
+    """Measure the seconds of an all-to-all that sends `num_floats` floats to each of `peers`.
 
     All ranks call this together. A rank must be a peer of its peers; not checked.
     """
-    sizes = [count if r in peers else 0 for r in range(ranks.size)]
-    is_large = count > 1
+    sizes = [num_floats if rank in peers else 0 for rank in range(ranks.size)]
+    is_large = num_floats > 1
     outgoing = cycle(
         torch.ones(sum(sizes), dtype=torch.float32, device=ranks.device)
         for _ in range(_NUM_COLD_BUFFERS if is_large else 1)
@@ -588,5 +603,5 @@ def _measure_exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds
         # The messages are received into new memory, as in a step.
         start_all_to_all(next(outgoing), sizes, sizes, ranks).wait()
 
-    num_calls, factor = (1, 2) if is_large else (4, 5)  # small messages vary more
-    return _fastest_call_s(ranks, exchange, num_calls, factor * rounds)
+    num_calls, rounds_factor = (1, 2) if is_large else (4, 5)  # small messages vary more
+    return _fastest_call_s(ranks, exchange, num_calls, rounds_factor * rounds)

@@ -159,7 +159,7 @@ def _prediction(
     topology = model.topology
     # Ranks that share a core do the work of every rank one after the other.
     ranks_per_core = topology.local_world_size / topology.ranks_at_once
-    phases = {name: rank_costs.phase_s(number) for number, name in enumerate(PHASES)}
+    phases = {name: rank_costs.phase_s(phase) for phase, name in enumerate(PHASES)}
     phases["arrange"] = rank_costs.arrange_s * ranks_per_core
     phases["overhead"] = rank_costs.overhead_s
     num_tables = [0] * topology.world_size
@@ -169,15 +169,15 @@ def _prediction(
     ranks = tuple(
         RankPrediction(
             tuple(
-                seconds[rank] + common
-                for seconds, common in zip(
+                seconds[rank] + common_s
+                for seconds, common_s in zip(
                     rank_costs.seconds, rank_costs.common_seconds, strict=True
                 )
             ),
             MemoryNeed(
                 *(
-                    used[rank] + common
-                    for used, common in zip(
+                    shard_nbytes[rank] + common_nbytes
+                    for shard_nbytes, common_nbytes in zip(
                         rank_costs.nbytes, rank_costs.common_nbytes, strict=True
                     )
                 )
@@ -223,16 +223,16 @@ def _format_ms(seconds: float) -> str:
 def _format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows in columns: the first two aligned left, numbers aligned right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    formatted = []
-    for number, row in enumerate(rows):
+    lines = []
+    for row_number, row in enumerate(rows):
         cells = [
-            cell.ljust(w) if i < 2 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        formatted.append("  ".join(cells).rstrip())
-        if number == 0:
-            formatted.append("  ".join("-" * w for w in widths))
-    return formatted
+        lines.append("  ".join(cells).rstrip())
+        if row_number == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    return lines
 
 
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
@@ -269,13 +269,13 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
         for field in ("host", "disk")
         if any(getattr(rank.nbytes, field) for rank in prediction.ranks)
     ]
-    heads = ["rank", "tables", "memory", "of", *fields]
-    rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
-    order = list(range(len(prediction.ranks)))
-    if len(order) > _MAX_RANKS:
-        order.sort(key=lambda number: -sum(prediction.ranks[number].seconds))
-        order = sorted(order[:_MAX_RANKS])
-    for number in order:
+    first_cells = ["rank", "tables", "memory", "of", *fields]
+    rows = [[*first_cells, *(f"{name} ms" for name in PHASES)]]
+    ranks_shown = list(range(len(prediction.ranks)))
+    if len(ranks_shown) > _MAX_RANKS:
+        ranks_shown.sort(key=lambda rank: -sum(prediction.ranks[rank].seconds))
+        ranks_shown = sorted(ranks_shown[:_MAX_RANKS])
+    for number in ranks_shown:
         rank = prediction.ranks[number]
         host_and_disk = [format_bytes(getattr(rank.nbytes, field)) for field in fields]
         rows.append(
@@ -288,7 +288,7 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
                 *map(_format_ms, rank.seconds),
             ]
         )
-    num_omitted = len(prediction.ranks) - len(order)
+    num_omitted = len(prediction.ranks) - len(ranks_shown)
     if num_omitted:
         rows.append([f"... {num_omitted} faster ones", *[""] * (len(rows[0]) - 1)])
     return rows
@@ -296,20 +296,22 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
 
 def _describe_phases(prediction: Prediction) -> list[str]:
     """Return lines about all phases, the longest phase, and the rank with least free memory."""
-    phase_times = ", ".join(f"{name} {_format_ms(s)}" for name, s in prediction.phases.items())
-    longest = max(prediction.phases, key=prediction.phases.__getitem__)
+    phase_times = ", ".join(
+        f"{name} {_format_ms(seconds)}" for name, seconds in prediction.phases.items()
+    )
+    longest_phase = max(prediction.phases, key=prediction.phases.__getitem__)
     lines = [f"Phases, ms: {phase_times}."]
-    if longest in PHASES:
-        phase_seconds = [rank.seconds[PHASES.index(longest)] for rank in prediction.ranks]
-        slowest = phase_seconds.index(max(phase_seconds))
-        lines.append(f"Longest: {longest}, where rank {slowest} is the slowest.")
+    if longest_phase in PHASES:
+        phase_seconds = [rank.seconds[PHASES.index(longest_phase)] for rank in prediction.ranks]
+        slowest_rank = phase_seconds.index(max(phase_seconds))
+        lines.append(f"Longest: {longest_phase}, where rank {slowest_rank} is the slowest.")
     else:
-        lines.append(f"Longest: {longest}, on all ranks alike.")
+        lines.append(f"Longest: {longest_phase}, on all ranks alike.")
     shares = [rank.nbytes.device / max(rank.free_memory.device, 1.0) for rank in prediction.ranks]
-    fullest = shares.index(max(shares))
-    free_memory = format_bytes(prediction.ranks[fullest].free_memory.device)
+    fullest_rank = shares.index(max(shares))
+    free_memory = format_bytes(prediction.ranks[fullest_rank].free_memory.device)
     lines.append(
-        f"Fullest: rank {fullest}, {shares[fullest]:.0%} of {free_memory} after the reservation."
+        f"Fullest: rank {fullest_rank}, {max(shares):.0%} of {free_memory} after the reservation."
     )
     if not prediction.fits:
         lines.append("The plan does NOT fit.")

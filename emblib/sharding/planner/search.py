@@ -62,13 +62,13 @@ class RankCosts:
         self, model: CostModel, free_memory: Sequence[MemoryBytes], *, is_weighted: bool
     ) -> None:
         self.model, self.topology = model, model.topology
-        world = self.topology.world_size
+        world_size = self.topology.world_size
         # Per rank, one entry per field of `MemoryNeed`: both its peaks are of device memory.
         self.free_memory = [(device, device, host, disk) for device, host, disk in free_memory]
         self._free_by_pool = list(zip(*self.free_memory, strict=True))
-        self.seconds = [[0.0] * world for _ in PHASES]
-        self.totals = [0.0] * world
-        self.nbytes = [[0.0] * world for _ in MemoryNeed._fields]
+        self.seconds = [[0.0] * world_size for _ in PHASES]
+        self.totals = [0.0] * world_size
+        self.nbytes = [[0.0] * world_size for _ in MemoryNeed._fields]
         self.common_seconds = [0.0] * len(PHASES)
         self.common_arrange_s = self.uneven_s = 0.0
         self.common_nbytes = [0.0] * len(MemoryNeed._fields)
@@ -180,20 +180,24 @@ class RankCosts:
         If fewer ranks of a node can compute at a time than the node has, its ranks take turns.
         """
         topology, seconds = self.topology, self.seconds[phase]
-        local_size, at_once = topology.local_world_size, topology.ranks_at_once
-        common = self.common_seconds[phase]
-        slowest = max(seconds)
-        if at_once == local_size:
-            return slowest + common
+        local_size, num_at_once = topology.local_world_size, topology.ranks_at_once
+        common_s = self.common_seconds[phase]
+        slowest_s = max(seconds)
+        if num_at_once == local_size:
+            return slowest_s + common_s
         if phase in (INPUT, OUTPUT):
             # Bandwidth was measured while all ranks of a node send; fewer ranks send faster.
-            means = (
-                sum(seconds[n : n + local_size]) / local_size
-                for n in range(0, len(seconds), local_size)
+            node_means_s = (
+                sum(seconds[i : i + local_size]) / local_size
+                for i in range(0, len(seconds), local_size)
             )
-            return max((slowest + common) * at_once / local_size, max(means) + common)
-        busiest = max(sum(seconds[n : n + local_size]) for n in range(0, len(seconds), local_size))
-        return max(slowest + common, (busiest + local_size * common) / at_once)
+            return max(
+                (slowest_s + common_s) * num_at_once / local_size, max(node_means_s) + common_s
+            )
+        busiest_node_s = max(
+            sum(seconds[i : i + local_size]) for i in range(0, len(seconds), local_size)
+        )
+        return max(slowest_s + common_s, (busiest_node_s + local_size * common_s) / num_at_once)
 
     def step_s(self) -> float:
         """Return the predicted seconds of a step."""
@@ -212,11 +216,11 @@ class RankCosts:
     def overhead_s(self) -> float:
         """Return the seconds of a step that do not depend on the batch."""
         costs = self.topology.costs
-        exchanges = self._exchanges_s if self.num_sharded else 0.0
-        blocks = costs.blocks_s if self.num_cut_by_rows else 0.0
-        copies = costs.copies_s if self.num_replicated else 0.0
-        sums = self._sums_s if self.num_summed_in_nodes else 0.0
-        return costs.step_s + exchanges + blocks + copies + sums
+        exchanges_s = self._exchanges_s if self.num_sharded else 0.0
+        blocks_s = costs.blocks_s if self.num_cut_by_rows else 0.0
+        copies_s = costs.copies_s if self.num_replicated else 0.0
+        sums_s = self._sums_s if self.num_summed_in_nodes else 0.0
+        return costs.step_s + exchanges_s + blocks_s + copies_s + sums_s
 
     def imbalance(self) -> float:
         """Return the sum of squares of the ranks' seconds: smaller for a more even distribution.
@@ -319,16 +323,16 @@ def place(
     """
     targets: list[int] = []
     rank_costs.add_common(option)
-    placed: list[tuple[ShardGroup, int]] = []
+    moves: list[tuple[ShardGroup, int]] = []
     for group in option.groups:
         target = _find_target(rank_costs, group, targets, order)
         if target is None:
             break
         targets.append(target)
-        placed.append((group, target))
+        moves.append((group, target))
         rank_costs.move(group, target, 1)
     is_placed = len(targets) == len(option.groups) and rank_costs.all_ranks_fit()
-    for group, target in reversed(placed):
+    for group, target in reversed(moves):
         rank_costs.move(group, target, -1)
     rank_costs.add_common(option, -1)
     return PlacedOption(option, tuple(targets)) if is_placed else None
@@ -348,14 +352,14 @@ def _find_target(
     if group.domain is Domain.WORLD:
         return 0  # `all_ranks_fit` checks the memory of all ranks at once
     if group.domain is Domain.RANK:
-        rank_seconds = rank_costs.totals
+        target_seconds = rank_costs.totals
     else:
         local_size = rank_costs.topology.local_world_size
-        rank_seconds = [
-            max(rank_costs.totals[n : n + local_size])
-            for n in range(0, len(rank_costs.totals), local_size)
+        target_seconds = [
+            max(rank_costs.totals[i : i + local_size])
+            for i in range(0, len(rank_costs.totals), local_size)
         ]
-    candidates = sorted(range(len(rank_seconds)), key=rank_seconds.__getitem__)
+    candidates = sorted(range(len(target_seconds)), key=target_seconds.__getitem__)
     if order is not None:
         candidates = [*order, *candidates]
     for target in candidates:
@@ -368,12 +372,12 @@ def _find_target(
 
 
 def place_greedily(
-    problem: Problem, order: Sequence[int], key: Callable[[RankCosts, Option], float]
+    problem: Problem, order: Sequence[int], cost_of: Callable[[RankCosts, Option], float]
 ) -> Plan:
-    """Place tables in the given order, each with the option for which `key` is smallest.
+    """Place tables in the given order, each with the option for which `cost_of` is smallest.
 
-    `key` gets the costs with the placed option, and the option. Returns an empty plan if a table
-    fits nowhere.
+    `cost_of` gets the costs with the placed option, and the option. Returns an empty plan if a
+    table fits nowhere.
     """
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
@@ -383,10 +387,10 @@ def place_greedily(
             if placement is None:
                 continue
             rank_costs.add(placement)
-            value = key(rank_costs, option)
+            cost = cost_of(rank_costs, option)
             rank_costs.add(placement, -1)
-            if best is None or value < best[0] * (1 - _TOLERANCE):
-                best = value, placement
+            if best is None or cost < best[0] * (1 - _TOLERANCE):
+                best = cost, placement
         if best is None:
             return []
         plan[table] = best[1]
@@ -400,19 +404,22 @@ def place_tables_whole(problem: Problem) -> Plan:
     A table gets another option if the whole table fits on no rank, or if the other option has a
     smaller penalty. Returns an empty plan if no option of a table fits.
     """
-    world = problem.model.topology.world_size
-    ranked = [
+    world_size = problem.model.topology.world_size
+    options_by_table = [
         sorted(
             options,
             key=lambda option: (option.penalty, option.type is not ShardingType.TABLE_WISE),
         )
         for options in problem.options
     ]
-    order = sorted(range(len(ranked)), key=lambda table: (-ranked[table][0].seconds(world), table))
+    order = sorted(
+        range(len(options_by_table)),
+        key=lambda table: (-options_by_table[table][0].seconds(world_size), table),
+    )
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
-        placements = (place(rank_costs, option) for option in ranked[table])
-        placement = next((placed for placed in placements if placed is not None), None)
+        placements = (place(rank_costs, option) for option in options_by_table[table])
+        placement = next((candidate for candidate in placements if candidate is not None), None)
         if placement is None:
             return []
         rank_costs.add(placement)
@@ -425,18 +432,20 @@ def starting_plans(problem: Problem) -> list[Plan]:
 
     A plan by size alone, which ignores time, is made only if the other ways find no plan.
     """
-    options, world = problem.options, problem.model.topology.world_size
+    options, world_size = problem.options, problem.model.topology.world_size
     tables = range(len(options))
-    seconds = [min(option.seconds(world) for option in options[table]) for table in tables]
-    sizes = [min_nbytes(options[table], world) for table in tables]
-    by_cost = sorted(tables, key=lambda table: (-seconds[table], table))
-    by_size = sorted(tables, key=lambda table: (-sizes[table], table))
+    table_seconds = [
+        min(option.seconds(world_size) for option in options[table]) for table in tables
+    ]
+    table_nbytes = [min_nbytes(options[table], world_size) for table in tables]
+    by_cost = sorted(tables, key=lambda table: (-table_seconds[table], table))
+    by_nbytes = sorted(tables, key=lambda table: (-table_nbytes[table], table))
 
     def step_s(rank_costs: RankCosts, option: Option) -> float:
         # The mean decides between placements that do not change the time of the slowest rank. One
         # penalty counts as one second, which is more than most steps take.
         mean_s = (
-            sum(rank_costs.totals) / world
+            sum(rank_costs.totals) / world_size
             + sum(rank_costs.common_seconds)
             + rank_costs.common_arrange_s
         )
@@ -445,14 +454,14 @@ def starting_plans(problem: Problem) -> list[Plan]:
     plans = [
         place_tables_whole(problem),
         place_greedily(problem, by_cost, step_s),
-        place_greedily(problem, by_size, step_s),
+        place_greedily(problem, by_nbytes, step_s),
     ]
     if not any(plans):
 
         def size_on_all_ranks(rank_costs: RankCosts, option: Option) -> float:
-            return option.penalty * _PENALTY_NBYTES + max(option.nbytes(world))
+            return option.penalty * _PENALTY_NBYTES + max(option.nbytes(world_size))
 
-        plans.append(place_greedily(problem, by_size, size_on_all_ranks))
+        plans.append(place_greedily(problem, by_nbytes, size_on_all_ranks))
     return [plan for plan in plans if plan]
 
 
@@ -484,10 +493,10 @@ def _choose_each_again(
     Like all local moves, it changes `plan` and `rank_costs` in place and counts its trials.
     """
     is_changed = False
-    for t in tables:
+    for table in tables:
         if problem.is_exhausted:
             break
-        is_changed |= _choose_again(problem, plan, rank_costs, t)
+        is_changed |= _choose_again(problem, plan, rank_costs, table)
     return is_changed
 
 
@@ -498,7 +507,7 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
     """
     old_score, old_placement = score(rank_costs), plan[table]
     rank_costs.add(old_placement, -1)
-    best, best_score = old_placement, old_score
+    best_placement, best_score = old_placement, old_score
     placements = (
         placement
         for option in problem.options[table]
@@ -512,10 +521,10 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
         new_score = score(rank_costs)
         rank_costs.add(placement, -1)
         if _is_better(new_score, best_score):
-            best, best_score = placement, new_score
-    rank_costs.add(best)
-    plan[table] = best
-    return best is not old_placement
+            best_placement, best_score = placement, new_score
+    rank_costs.add(best_placement)
+    plan[table] = best_placement
+    return best_placement is not old_placement
 
 
 def _find_placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
@@ -556,32 +565,34 @@ def _targets_by_load(
     """
     if group.domain is Domain.NODE:
         local_size = rank_costs.topology.local_world_size
-        seconds = [max(seconds[n : n + local_size]) for n in range(0, len(seconds), local_size)]
+        seconds = [max(seconds[i : i + local_size]) for i in range(0, len(seconds), local_size)]
     return sorted(range(len(seconds)), key=seconds.__getitem__)
 
 
 def _slow_ranks(rank_costs: RankCosts) -> list[int]:
     """Return the slowest rank in total and in each phase."""
-    seconds_by_rank = [rank_costs.totals, *rank_costs.seconds]
-    return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in seconds_by_rank))
+    time_kinds = [rank_costs.totals, *rank_costs.seconds]
+    return list(
+        dict.fromkeys(max(range(len(seconds)), key=seconds.__getitem__) for seconds in time_kinds)
+    )
 
 
 def _seconds_on(rank_costs: RankCosts, placement: PlacedOption, rank: int) -> float:
     """Return the seconds of a table's groups on a rank, without its common cost."""
-    total = 0.0
+    seconds = 0.0
     for group, target in zip(placement.option.groups, placement.targets, strict=True):
-        member = rank - rank_costs.first_rank(group, target)
-        if 0 <= member < len(group.loads):
-            total += sum(group.loads[member].seconds)
-    return total
+        load_number = rank - rank_costs.first_rank(group, target)
+        if 0 <= load_number < len(group.loads):
+            seconds += sum(group.loads[load_number].seconds)
+    return seconds
 
 
 def _tables_by_time(rank_costs: RankCosts, plan: Plan, rank: int) -> list[int]:
     """Return the `_MAX_TABLES_TRIED` tables that cost a rank most time, the slowest first."""
     seconds_by_table = [
-        (-_seconds_on(rank_costs, placement, rank), t) for t, placement in enumerate(plan)
+        (-_seconds_on(rank_costs, placement, rank), table) for table, placement in enumerate(plan)
     ]
-    return [t for seconds, t in sorted(seconds_by_table)[:_MAX_TABLES_TRIED] if seconds < 0]
+    return [table for seconds, table in sorted(seconds_by_table)[:_MAX_TABLES_TRIED] if seconds < 0]
 
 
 def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
@@ -592,11 +603,11 @@ def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) 
     tables: dict[int, None] = {}
     for rank in _slow_ranks(rank_costs):
         tables.update(dict.fromkeys(_tables_by_time(rank_costs, plan, rank)))
-    common = [
+    common_costs = [
         (-sum(cost.seconds) - cost.arrange_s, table)
         for table, cost in enumerate(placement.option.common_cost for placement in plan)
     ]
-    tables.update(dict.fromkeys(t for _, t in sorted(common)[:_MAX_TABLES_TRIED]))
+    tables.update(dict.fromkeys(table for _, table in sorted(common_costs)[:_MAX_TABLES_TRIED]))
     return _choose_each_again(problem, plan, rank_costs, tables)
 
 
@@ -607,11 +618,11 @@ def _swap_tables(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
     is kept; returns whether there was one.
     """
     rank_of_table = {
-        table: placement.targets[0]
-        for table, placement in enumerate(plan)
+        t: placement.targets[0]
+        for t, placement in enumerate(plan)
         if len(placement.targets) == 1 and placement.option.groups[0].domain is Domain.RANK
     }
-    least_loaded = sorted(range(len(rank_costs.totals)), key=rank_costs.totals.__getitem__)[
+    least_loaded_ranks = sorted(range(len(rank_costs.totals)), key=rank_costs.totals.__getitem__)[
         :_MAX_RANKS_TRIED
     ]
     for rank in _slow_ranks(rank_costs):
@@ -620,8 +631,8 @@ def _swap_tables(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
         ]
         other_tables = [
             t
-            for t, placed_on in rank_of_table.items()
-            if placed_on in least_loaded and placed_on != rank
+            for t, other_rank in rank_of_table.items()
+            if other_rank in least_loaded_ranks and other_rank != rank
         ]
         for slow_table in slow_tables:
             for other_table in other_tables:
@@ -665,12 +676,12 @@ def improve_best(problem: Problem, plans: Sequence[Plan]) -> Plan:
     single plan gets all. `plans` must not be empty, and each must fit. Counts the trials in
     `problem.num_tried`.
     """
-    ranked = sorted(plans, key=lambda plan: score(problem.costs_of(plan)))
-    best_two = ranked[:2]
-    improved = []
+    ranked_plans = sorted(plans, key=lambda plan: score(problem.costs_of(plan)))
+    best_two = ranked_plans[:2]
+    improved_plans = []
     max_trials = problem.max_trials
     for number, plan in enumerate(best_two, start=1):
         problem.max_trials = max_trials * number // len(best_two)
-        improved.append(improve(problem, plan))
+        improved_plans.append(improve(problem, plan))
     problem.max_trials = max_trials
-    return min([*improved, ranked[0]], key=lambda plan: score(problem.costs_of(plan)))
+    return min([*improved_plans, ranked_plans[0]], key=lambda plan: score(problem.costs_of(plan)))

@@ -100,8 +100,8 @@ def _simulate_world(
         batch_size = _divide_batch(batch_size, measured_size, world_size)
         for name, constraint in constraints.items():
             if constraint.batch_size is not None:
-                table_batch = _divide_batch(constraint.batch_size, measured_size, world_size)
-                constraints[name] = replace(constraint, batch_size=table_batch)
+                table_batch_size = _divide_batch(constraint.batch_size, measured_size, world_size)
+                constraints[name] = replace(constraint, batch_size=table_batch_size)
     if sharding is not None:
         for workload in workloads_of(module, batch_size, constraints):
             for reader in workload.by_reader:
@@ -140,18 +140,21 @@ def _divide_batch(batch_size: int, old_size: int, new_size: int) -> int:
 def format_simulated(simulated: Sequence[SimulatedWorld]) -> str:
     """Format predicted worlds as a table with one line per world."""
     rows = [("ranks", "examples/rank", "step ms", "exchange ms", "examples/s")]
-    for world in simulated:
+    for simulated_world in simulated:
         rows.append(
             (
-                str(world.world_size),
-                str(world.batch_size),
-                f"{world.prediction.step_s * 1e3:.3f}",
-                f"{world.prediction.exchange_s * 1e3:.3f}",
-                f"{world.examples_per_s:,.0f}",
+                str(simulated_world.world_size),
+                str(simulated_world.batch_size),
+                f"{simulated_world.prediction.step_s * 1e3:.3f}",
+                f"{simulated_world.prediction.exchange_s * 1e3:.3f}",
+                f"{simulated_world.examples_per_s:,.0f}",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join([*lines, "Predicted, not measured."])
 
 
@@ -201,18 +204,19 @@ def compare(
             not the world of the planner.
     """
     check_count("rounds", rounds)
-    steps = {}
+    steps_by_plan = {}
     for name, plan in plans.items():
-        steps[name] = _prepare_steps(planner, module, plan, ranks, seed)
-    samples: dict[str, list[float]] = {name: [] for name in plans}
-    for number in range(_WARM_UP_ROUNDS + rounds):
-        for name, step in steps.items():
-            seconds = _time_step(step, ranks)
-            if number >= _WARM_UP_ROUNDS:
-                samples[name].append(seconds)
+        steps_by_plan[name] = _prepare_steps(planner, module, plan, ranks, seed)
+    seconds_by_plan: dict[str, list[float]] = {name: [] for name in plans}
+    for round_number in range(_WARM_UP_ROUNDS + rounds):
+        for name, collection_steps in steps_by_plan.items():
+            seconds = _time_step(collection_steps, ranks)
+            if round_number >= _WARM_UP_ROUNDS:
+                seconds_by_plan[name].append(seconds)
     predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
     return [
-        PlanTiming(name, predicted[name], tuple(measured)) for name, measured in samples.items()
+        PlanTiming(name, predicted[name], tuple(seconds))
+        for name, seconds in seconds_by_plan.items()
     ]
 
 
@@ -223,9 +227,9 @@ def rank_correlation(timings: Sequence[PlanTiming]) -> float:
         statistics.StatisticsError: there are fewer than two timings, or all predictions or all
             measurements are equal.
     """
-    predicted = _mean_ranks([timing.predicted_s for timing in timings])
-    measured = _mean_ranks([timing.measured_s for timing in timings])
-    return statistics.correlation(predicted, measured)
+    predicted_ranks = _mean_ranks([timing.predicted_s for timing in timings])
+    measured_ranks = _mean_ranks([timing.measured_s for timing in timings])
+    return statistics.correlation(predicted_ranks, measured_ranks)
 
 
 def draw_batch(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
@@ -237,11 +241,11 @@ def draw_batch(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTens
     workload; in features of smaller ones several examples share a bag, by `inverse_indices`.
     """
     generator = torch.Generator().manual_seed(seed)
-    min_rows: dict[str, int] = {}  # of the tables that a feature reads
+    min_rows_by_key: dict[str, int] = {}  # of the tables that a feature reads
     for workload in workloads:
         for key in workload.config.feature_names:
             num_rows = workload.config.num_embeddings
-            min_rows[key] = min(min_rows.get(key, num_rows), num_rows)
+            min_rows_by_key[key] = min(min_rows_by_key.get(key, num_rows), num_rows)
     keys, values, lengths = [], [], []
     for workload in workloads:
         ids_per_feature = workload.ids_per_example / workload.num_features
@@ -251,8 +255,10 @@ def draw_batch(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTens
             length = _draw_lengths(ids_per_feature, workload.batch_size, generator)
             keys.append(key)
             lengths.append(length)
-            size = (int(length.sum()),)
-            values.append(torch.randint(min_rows[key], size, generator=generator, device="cpu"))
+            shape = (int(length.sum()),)
+            values.append(
+                torch.randint(min_rows_by_key[key], shape, generator=generator, device="cpu")
+            )
     ids = torch.cat(values)
     weights = None
     if any(workload.is_weighted for workload in workloads):
@@ -292,13 +298,15 @@ def _prepare_steps(
     """Shard a copy of the model; draw a batch and gradients for each of its collections."""
     table_workloads = workloads_of(module, planner.batch_size, planner.constraints)
     workloads = [reader for workload in table_workloads for reader in workload.by_reader]
-    sharded = shard(copy.deepcopy(module), plan, ranks)
+    sharded_model = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(workload.path for workload in workloads):
         collection_tables = [workload for workload in workloads if workload.path == path]
-        collection = sharded.get_submodule(path)
+        collection = sharded_model.get_submodule(path)
         batch = draw_batch(collection_tables, seed + ranks.rank).to(ranks.device)
-        gradients = [torch.ones_like(out) * 1e-3 for out in _output_tensors(collection(batch))]
+        gradients = [
+            torch.ones_like(output) * 1e-3 for output in _output_tensors(collection(batch))
+        ]
         steps.append(_CollectionStep(collection, batch, gradients))
     return steps
 
@@ -319,8 +327,8 @@ def _time_step(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     start = time.perf_counter()
-    outputs = [out for step in steps for out in _output_tensors(step.collection(step.batch))]
-    torch.autograd.backward(outputs, [grad for step in steps for grad in step.gradients])
+    outputs = [output for step in steps for output in _output_tensors(step.collection(step.batch))]
+    torch.autograd.backward(outputs, [gradient for step in steps for gradient in step.gradients])
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     seconds = time.perf_counter() - start
@@ -329,5 +337,5 @@ def _time_step(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
 
 def _mean_ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value, from 0; equal values get the mean of their ranks."""
-    order = sorted(values)
-    return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
+    sorted_values = sorted(values)
+    return [sorted_values.index(value) + (sorted_values.count(value) - 1) / 2 for value in values]

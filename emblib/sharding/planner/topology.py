@@ -53,7 +53,7 @@ class MemoryNeed(NamedTuple):
 
     def plus(self, other: "MemoryNeed", factor: float = 1) -> "MemoryNeed":
         """Return the sum of this need and `factor` times another need."""
-        return MemoryNeed(*(a + factor * b for a, b in zip(self, other, strict=True)))
+        return MemoryNeed(*(nbytes + factor * b for nbytes, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)

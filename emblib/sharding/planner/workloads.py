@@ -196,11 +196,11 @@ def workloads_of(
             `pooling_factor` has more or fewer entries than the table has features.
     """
     workloads: list[TableWorkload] = []
-    index_of_shared: dict[int, int] = {}  # index in `workloads`, by id() of a shared table
+    index_by_table_id: dict[int, int] = {}  # index in `workloads`, by id() of a shared table
     names = set()
     for path, collection in collections_of(module).items():
         any_collection: Any = collection
-        shared = any_collection.shared_tables()
+        shared_tables = any_collection.shared_tables()
         for config in trained_configs(collection, optimizer):
             full_name = f"{path}.{config.name}" if path else config.name
             names |= {config.name, full_name}
@@ -216,8 +216,8 @@ def workloads_of(
                 config.optimizer or optimizer or any_collection.optimizer,
             )
             index = len(workloads)
-            if config.name in shared:
-                index = index_of_shared.setdefault(id(shared[config.name]), index)
+            if config.name in shared_tables:
+                index = index_by_table_id.setdefault(id(shared_tables[config.name]), index)
                 _check_shared(workload, workloads[index] if index < len(workloads) else workload)
             if index < len(workloads):
                 first_reader = workloads[index]
@@ -229,10 +229,11 @@ def workloads_of(
             "the model has no tables in an EmbeddingBagCollection or EmbeddingCollection, and so "
             "nothing to plan"
         )
-    unknown = constraints.keys() - names
-    if unknown:
+    unknown_names = constraints.keys() - names
+    if unknown_names:
         raise ValueError(
-            f"constraints for tables that are not there: {sorted(unknown)}; have {sorted(names)}"
+            f"constraints for tables that are not there: {sorted(unknown_names)}; have "
+            f"{sorted(names)}"
         )
     return workloads
 
