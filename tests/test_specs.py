@@ -11,6 +11,7 @@ from emblib import metrics, online, sharding
 
 _TABLES = [emblib.TableSpec(4, 4)]
 _TRAINS = [emblib.TTSpec(8, 8, ranks=(2, 2))]
+_CACHE = emblib.TTCache(4)
 _BAGS = [emblib.EmbeddingBagConfig(4, 4, feature_names=["f"], name="t")]
 _VECTORS = [emblib.EmbeddingConfig(4, 4, feature_names=["f"], name="t")]
 
@@ -30,7 +31,7 @@ CALLS: dict[str, tuple[str, Callable[..., object]]] = {
     ),
     "CachedTTEmbeddingBags": (
         "include_last_offset",
-        lambda **o: emblib.CachedTTEmbeddingBags(_TRAINS, cache=4, device="cpu", **o),
+        lambda **o: emblib.CachedTTEmbeddingBags(_TRAINS, cache=_CACHE, device="cpu", **o),
     ),
     "DynamicEmbeddingBags": (
         "include_last_offset",

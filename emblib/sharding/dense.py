@@ -17,6 +17,12 @@ from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.sharding.ranks import RankGroup
 
 
+def _check_options(options: object) -> None:
+    """Raise TypeError unless the arguments that a wrapping passes on are a dict or the like."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f'options must be a dict, e.g. {{"static_graph": True}}, got {options!r}')
+
+
 @dataclass(frozen=True)
 class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
@@ -27,6 +33,7 @@ class DDP:
             for the dtype of each parameter.
 
     Raises:
+        TypeError: `options` is not a mapping.
         ValueError: `gradient_dtype` is another value.
 
     Example:
@@ -38,6 +45,7 @@ class DDP:
     gradient_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        _check_options(self.options)
         if self.gradient_dtype not in (None, torch.float16, torch.bfloat16):
             raise ValueError(
                 "gradient_dtype must be torch.float16, torch.bfloat16, or None for the dtype of "
@@ -88,6 +96,9 @@ class FullyShard:
             inner submodules first. None gathers the dense part as a whole.
         options: further arguments of `fully_shard`.
 
+    Raises:
+        TypeError: `blocks` is neither None nor a function, or `options` is not a mapping.
+
     Example:
         >>> emblib.sharding.FullyShard(options={"reshard_after_forward": False}).options
         {'reshard_after_forward': False}
@@ -95,6 +106,14 @@ class FullyShard:
 
     blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_options(self.options)
+        if self.blocks is not None and not callable(self.blocks):
+            raise TypeError(
+                "blocks must be a function of the model, e.g. lambda model: model.layers, "
+                f"got {self.blocks!r}"
+            )
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Shard all parameters but those in `ignored` in place, and return the module itself.

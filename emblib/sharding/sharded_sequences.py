@@ -457,7 +457,6 @@ class ShardedEmbeddingCollection(StateOfTables):
     ) -> None:
         check_bool("dedup", dedup)
         super().__init__()
-        self.shared = dict(shared or {})
         self.dedup = dedup
         self.ranks = RankGroup.from_value(ranks)
         settings = agree_on_settings(
@@ -467,9 +466,10 @@ class ShardedEmbeddingCollection(StateOfTables):
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
-            shared=self.shared,
+            shared=shared or {},
             kind=EmbeddingCollection,
         )
+        self.shared = dict(shared or {})
         self.configs, self.plan = settings.configs, settings.plan
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._need_indices = source.need_indices()

@@ -32,7 +32,11 @@ def check_source(source: Any, kind: type[nn.Module]) -> None:
 
 
 def check_shared_shards(source: Any, shared: SharedShards) -> None:
-    """Raise TypeError unless `shared` has all shared tables that `source` reads."""
+    """Raise TypeError unless `shared` is a mapping with all shared tables that `source` reads."""
+    if not isinstance(shared, Mapping) or not all(
+        isinstance(shards, SharedTableShards) for shards in shared.values()
+    ):
+        raise TypeError(f"shared must have SharedTableShards by table name, got {shared!r}")
     names = sorted(source.shared_tables().keys() - shared.keys())
     if names:
         raise TypeError(

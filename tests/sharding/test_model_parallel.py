@@ -490,3 +490,15 @@ def test_a_copy_keeps_tied_parameters_and_their_class() -> None:
 def test_gradients_are_averaged_in_floats_only() -> None:
     with pytest.raises(ValueError, match="gradient_dtype must be"):
         DDP(gradient_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("wrapping", [DDP, FullyShard])
+def test_wrapping_refuses_options_that_are_not_a_mapping(wrapping: type) -> None:
+    with pytest.raises(TypeError, match="options must be a dict"):
+        wrapping(options=3)
+
+
+def test_blocks_must_be_a_function() -> None:
+    blocks: Any = [nn.Linear(2, 2)]
+    with pytest.raises(TypeError, match="blocks must be a function of the model"):
+        FullyShard(blocks=blocks)

@@ -638,3 +638,23 @@ def replace_size(ranks: RankGroup, size: int) -> Any:
 
 def test_replicas_are_averaged_once() -> None:
     worlds.run(4, _replicas)
+
+
+@pytest.mark.parametrize("shared", [3, {"t": 3}])
+@pytest.mark.parametrize(
+    ("sharded", "collection", "config"),
+    [
+        (
+            sharding.ShardedEmbeddingBagCollection,
+            emblib.EmbeddingBagCollection,
+            emblib.EmbeddingBagConfig,
+        ),
+        (sharding.ShardedEmbeddingCollection, emblib.EmbeddingCollection, emblib.EmbeddingConfig),
+    ],
+)
+def test_shared_must_be_shards_by_name(
+    shared: object, sharded: Any, collection: Any, config: Any
+) -> None:
+    source = collection([config(4, 4, feature_names=["f"], name="t")], "cpu")
+    with pytest.raises(TypeError, match="shared must have SharedTableShards by table name"):
+        sharded(source, {}, shared=shared)
