@@ -362,8 +362,8 @@ class CapturedStep:
     def _optimizer_values(self) -> dict[tuple[int, int, str], Any]:
         """Return the hyperparameters that a graph contains, by optimizer, group and name."""
         return {
-            (key, number, name): value.tolist() if isinstance(value, Tensor) else value
-            for key, optimizer in self._optimizers.items()
+            (optimizer_id, number, name): value.tolist() if isinstance(value, Tensor) else value
+            for optimizer_id, optimizer in self._optimizers.items()
             for number, group in enumerate(optimizer.param_groups)
             if not isinstance(group, TableGroup)  # kernels read theirs from the device
             for name, value in group.items()
@@ -373,25 +373,25 @@ class CapturedStep:
     def _check_unchanged(self, size_class: _SizeClass) -> None:
         """Raise RuntimeError if a number or an address that is part of a graph has changed."""
         for memory in size_class.optimizer_memory:
-            replaced_part = memory.find_replaced_part()
+            replaced_part = memory.replaced_part()
             if replaced_part is not None:
                 raise RuntimeError(
                     f"the {replaced_part} of {type(memory.optimizer).__name__} were replaced after "
                     "the step was captured, as load_state_dict of an optimizer and .to() of a "
                     "model do: call reset() to capture it again with the new ones"
                 )
-        current = self._optimizer_values()
-        if current == size_class.optimizer_values:
+        current_values = self._optimizer_values()
+        if current_values == size_class.optimizer_values:
             return
-        for attribute in sorted({*current, *size_class.optimizer_values}):
+        for attribute in sorted({*current_values, *size_class.optimizer_values}):
             captured_value, current_value = (
                 size_class.optimizer_values.get(attribute),
-                current.get(attribute),
+                current_values.get(attribute),
             )
             if captured_value == current_value:
                 continue
-            key, number, name = attribute
-            optimizer = type(self._optimizers[key]).__name__
+            optimizer_id, number, name = attribute
+            optimizer = type(self._optimizers[optimizer_id]).__name__
             raise RuntimeError(
                 f"{name!r} of group {number} of {optimizer} was {captured_value!r} when the step "
                 f"was captured and is {current_value!r} now, which the graph would not see: make "
@@ -415,12 +415,12 @@ class _OptimizerMemory(NamedTuple):
     parameters: list[Tensor]
     addresses: list[int]
 
-    def find_replaced_part(self) -> str | None:
+    def replaced_part(self) -> str | None:
         """Return "states" or "parameters" if these were replaced since the capture, else None."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
-        pointers = [parameter.data_ptr() for parameter in self.parameters]
-        return "parameters" if pointers != self.addresses else None
+        current_addresses = [parameter.data_ptr() for parameter in self.parameters]
+        return "parameters" if current_addresses != self.addresses else None
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -480,19 +480,19 @@ def _collect_waits(waits: list[str]) -> Any:
         yield
         return
     waits.clear()
-    recorded: list[Any] = []
+    caught_warnings: list[Any] = []
     try:
-        with warnings.catch_warnings(record=True) as recorded:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
             torch.cuda.set_sync_debug_mode("warn")
             yield
     finally:
         torch.cuda.set_sync_debug_mode(0)
-        for warning in recorded:
-            text = str(warning.message)
-            if "synchronizing CUDA operation" in text:
-                waits.append(f"{text} ({warning.filename}:{warning.lineno})")
-            elif "Synchronization debug mode" not in text:  # a remark on the mode itself
+        for warning in caught_warnings:
+            message = str(warning.message)
+            if "synchronizing CUDA operation" in message:
+                waits.append(f"{message} ({warning.filename}:{warning.lineno})")
+            elif "Synchronization debug mode" not in message:  # a remark on the mode itself
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
@@ -506,13 +506,13 @@ def _capture_error_message(error: BaseException, waits: Sequence[str]) -> str:
     user_frames = [
         frame for frame in frames if not frame.filename.startswith((_TORCH_FOLDER, _EMBLIB_FOLDER))
     ]
-    location = [
+    locations = [
         f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (user_frames or frames)[-1:]
     ]
     message = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     clauses = [
         f"the step cannot be captured as a CUDA graph: {message}",
-        *(f"at {line}" for line in location),
+        *(f"at {line}" for line in locations),
     ]
     if waits:
         clauses.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")

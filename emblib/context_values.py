@@ -59,17 +59,17 @@ def with_attribute(
     """
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        attributes = [(vars(owner), value) for owner, value in values.items()]
-        restorations: list[Callable[[], Any]] = [
-            partial(names.__setitem__, name, names[name])
-            if name in names
-            else partial(names.pop, name, None)
-            for names, _ in attributes
+        attributes_and_values = [(vars(owner), value) for owner, value in values.items()]
+        restoring_calls: list[Callable[[], Any]] = [
+            partial(attributes.__setitem__, name, attributes[name])
+            if name in attributes
+            else partial(attributes.pop, name, None)
+            for attributes, _ in attributes_and_values
         ]
-        restore = map(call_it, restorations)
+        restore = map(call_it, restoring_calls)
         try:
-            for names, value in attributes:
-                names[name] = value
+            for attributes, value in attributes_and_values:
+                attributes[name] = value
             return function(*args, **kwargs)
         finally:
             list(restore)

@@ -88,11 +88,12 @@ class TruncatedNormal:
         if self.std <= 0:
             raise ValueError(f"std of TruncatedNormal must be > 0, got {self.std}")
         _check_interval(self, *self.bounds)
-        begin, end = self.probabilities
-        if end - begin < _MIN_PROBABILITY:
+        below_low, below_high = self.probabilities
+        probability = below_high - below_low
+        if probability < _MIN_PROBABILITY:
             raise ValueError(
                 f"low and high of TruncatedNormal must hold at least {_MIN_PROBABILITY} of the "
-                f"distribution, got {end - begin:.3g} in {self.bounds}; use Uniform for a far tail"
+                f"distribution, got {probability:.3g} in {self.bounds}; use Uniform for a far tail"
             )
 
     @property
@@ -107,7 +108,8 @@ class TruncatedNormal:
     def probabilities(self) -> tuple[float, float]:
         """Return the probabilities of the normal distribution below `low` and below `high`."""
         low, high = (
-            0.5 * math.erfc((self.mean - x) / (self.std * math.sqrt(2.0))) for x in self.bounds
+            0.5 * math.erfc((self.mean - bound) / (self.std * math.sqrt(2.0)))
+            for bound in self.bounds
         )
         return low, high
 
@@ -160,8 +162,8 @@ def check_finite(spec: Any, *names: str) -> None:
     for name in names:
         value = getattr(spec, name)
         if not _is_finite(value):
-            kind = type(spec).__name__
-            raise ValueError(f"{name} of {kind} must be a finite number, got {value!r}")
+            class_name = type(spec).__name__
+            raise ValueError(f"{name} of {class_name} must be a finite number, got {value!r}")
         object.__setattr__(spec, name, float(value))
 
 

@@ -89,12 +89,12 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     labels = _check_labels(labels)
     metrics: dict[str, _Metric] = {}
     for (path, table), statistics in local_statistics(model).items():
-        _add_dynamic(metrics, {**labels, "module": path, "table": table}, statistics)
+        _add_dynamic_table(metrics, {**labels, "module": path, "table": table}, statistics)
     for path, module in unwrapped(model).named_modules():
         # The modules of a collection's tables are not among its submodules.
         inner_modules = module.table_modules() if isinstance(module, TableGroups) else ()
         for tables in (module, *inner_modules):
-            _add_caches(metrics, {**labels, "module": path}, tables)
+            _add_cache(metrics, {**labels, "module": path}, tables)
     return "".join(line for metric in metrics.values() for line in metric.lines())
 
 
@@ -141,14 +141,14 @@ class _Metric:
 
     Attributes:
         name: name of the metric.
-        kind: "counter", "gauge" or "histogram".
-        help: description, one line.
+        metric_type: "counter", "gauge" or "histogram".
+        help_text: description, one line.
         samples: value of each sample, by (suffix of the name, labels).
     """
 
     name: str
-    kind: str
-    help: str
+    metric_type: str
+    help_text: str
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
 
     def add(self, labels: Mapping[str, str], value: float, suffix: str = "") -> None:
@@ -158,10 +158,11 @@ class _Metric:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the text format, each with its line break."""
-        yield f"# HELP {self.name} {_escape(self.help)}\n# TYPE {self.name} {self.kind}\n"
+        yield f"# HELP {self.name} {_escape(self.help_text)}\n"
+        yield f"# TYPE {self.name} {self.metric_type}\n"
         for (suffix, labels), value in self.samples.items():
-            pairs = ",".join(f'{name}="{_escape(v, quotes=True)}"' for name, v in labels)
-            yield f"{self.name}{suffix}{{{pairs}}} {_format_number(value)}\n"
+            texts = [f'{name}="{_escape(label, quotes=True)}"' for name, label in labels]
+            yield f"{self.name}{suffix}{{{','.join(texts)}}} {_format_number(value)}\n"
 
 
 def _escape(text: str, *, quotes: bool = False) -> str:
@@ -230,11 +231,11 @@ def _add_sample(
     """Add a value to a sample, unless it is None; names that end in `_total` are counters."""
     if value is None:
         return
-    kind = "counter" if name.endswith("_total") else "gauge"
-    metrics.setdefault(name, _Metric(name, kind, help_text)).add(labels, value)
+    metric_type = "counter" if name.endswith("_total") else "gauge"
+    metrics.setdefault(name, _Metric(name, metric_type, help_text)).add(labels, value)
 
 
-def _add_dynamic(
+def _add_dynamic_table(
     metrics: dict[str, _Metric], labels: dict[str, str], statistics: TableStatistics
 ) -> None:
     """Add the numbers of a dynamic table to the metrics."""
@@ -246,15 +247,15 @@ def _add_dynamic(
     for name, text in _COUNTERS.items():
         unit = "" if name in ("lookups", "hits") else "_keys"
         _add_sample(metrics, f"emblib_{name}{unit}_total", text, labels, getattr(statistics, name))
-    for reason, keys, lookups in (
+    for reason, num_keys, num_lookups in (
         ("no_slot", statistics.refused, statistics.refused_lookups),
         ("admission", statistics.not_admitted, statistics.not_admitted_lookups),
     ):
         reason_labels = {**labels, "reason": reason}
         text = "Keys per batch that got no row."
-        _add_sample(metrics, "emblib_refused_keys_total", text, reason_labels, keys)
+        _add_sample(metrics, "emblib_refused_keys_total", text, reason_labels, num_keys)
         text = "Lookups of keys that got no row."
-        _add_sample(metrics, "emblib_refused_lookups_total", text, reason_labels, lookups)
+        _add_sample(metrics, "emblib_refused_lookups_total", text, reason_labels, num_lookups)
     if statistics.eviction_ages is not None:
         _add_ages(metrics, labels, statistics.eviction_ages)
     if statistics.tiers is not None:
@@ -275,20 +276,21 @@ def _add_ages(metrics: dict[str, _Metric], labels: dict[str, str], ages: AgeHist
     metric.add(labels, num_keys, "_count")
 
 
-def _add_caches(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.Module) -> None:
+def _add_cache(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.Module) -> None:
     """Add the counters of the cache of one module, by table."""
-    tables: Mapping[str, Any] = {}
-    prefix, names = "emblib_cache", _CACHE_COUNTERS
+    stats_by_table: Mapping[str, Any] = {}
+    prefix, help_texts = "emblib_cache", _CACHE_COUNTERS
     if isinstance(module, TableBatchedEmbeddingBags) and module.row_cache is not None:
-        tables = module.cache_stats().tables
+        stats_by_table = module.cache_stats().tables
     elif isinstance(module, CachedTTEmbeddingBags):
-        tables, prefix, names = module.cache_stats().tables, "emblib_tt_cache", _TT_CACHE_COUNTERS
-        for table, stats in tables.items():
+        stats_by_table = module.cache_stats().tables
+        prefix, help_texts = "emblib_tt_cache", _TT_CACHE_COUNTERS
+        for table, stats in stats_by_table.items():
             table_labels = {**labels, "table": table}
             text = "Stored rows that are not in the cache."
             _add_sample(metrics, "emblib_tt_cache_spilled_rows", text, table_labels, stats.spilled)
-    for table, stats in tables.items():
-        for name, text in names.items():
+    for table, stats in stats_by_table.items():
+        for name, text in help_texts.items():
             table_labels = {**labels, "table": table}
             _add_sample(metrics, f"{prefix}_{name}_total", text, table_labels, getattr(stats, name))
 
@@ -301,10 +303,10 @@ _AGE_PREFIX = "age_"  # of a column; the largest age of the bin follows
 
 def csv_columns() -> list[str]:
     """Return the columns of the CSV file: time, labels, module, table, numbers, bins of ages."""
-    numbers = ["step", *_GAUGES, *_COUNTERS, "refused", "not_admitted"]
-    lookups = ["refused_lookups", "not_admitted_lookups"]
-    ages = [f"{_AGE_PREFIX}{_format_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
-    return [*_KEY_COLUMNS, *numbers, *lookups, *ages]
+    number_columns = ["step", *_GAUGES, *_COUNTERS, "refused", "not_admitted"]
+    lookup_columns = ["refused_lookups", "not_admitted_lookups"]
+    age_columns = [f"{_AGE_PREFIX}{_format_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
+    return [*_KEY_COLUMNS, *number_columns, *lookup_columns, *age_columns]
 
 
 def append_csv(
@@ -332,28 +334,28 @@ def append_csv(
             or a value with ";".
     """
     path, columns = Path(path), csv_columns()
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
+    new_lines = io.StringIO()
+    writer = csv.writer(new_lines, lineterminator="\n")
     num_bytes = path.stat().st_size if path.exists() else 0
     if num_bytes:
         with path.open("rb") as file:
             (header,) = csv.reader([file.readline().decode()])
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":  # a process ended within a line
-                lines.write("\n")
+                new_lines.write("\n")
         if header != columns:
             raise ValueError(f"{path} has other columns, {header}: name another file")
     else:
         writer.writerow(columns)
     seconds = time.time() if time_s is None else float(time_s)
     label_texts = [f"{name}={value}" for name, value in _check_labels(labels).items()]
-    if any(";" in text for text in label_texts):
+    if any(";" in label_text for label_text in label_texts):
         raise ValueError(f"';' separates the labels of a series, so none may contain it: {labels}")
     for (module, table), statistics in local_statistics(model).items():
         writer.writerow([seconds, ";".join(label_texts), module, table, *_csv_numbers(statistics)])
     try:
         with path.open("a", newline="", encoding="utf-8") as file:
-            file.write(lines.getvalue())
+            file.write(new_lines.getvalue())
     except OSError:  # e.g. a full disk: no part of a line stays
         if path.is_file():
             os.truncate(path, num_bytes)
@@ -364,6 +366,6 @@ def _csv_numbers(statistics: TableStatistics) -> Sequence[Any]:
     """Return the values of the columns after `_KEY_COLUMNS`, "" where a table has no number."""
     names = csv_columns()[len(_KEY_COLUMNS) :]
     ages = statistics.eviction_ages
-    numbers = [getattr(statistics, n) for n in names if not n.startswith(_AGE_PREFIX)]
-    bins: Sequence[Any] = [None] * (len(AGE_BOUNDS) + 1) if ages is None else ages.counts
-    return ["" if value is None else value for value in (*numbers, *bins)]
+    numbers = [getattr(statistics, name) for name in names if not name.startswith(_AGE_PREFIX)]
+    age_counts: Sequence[Any] = [None] * (len(AGE_BOUNDS) + 1) if ages is None else ages.counts
+    return ["" if value is None else value for value in (*numbers, *age_counts)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-_ADVICE = {
+_ADVICE_FOR_ARGUMENTS = {
     "padding_idx": "drop the padding before the lookup, "
     "emblib.jagged.drop_padding_from_bags(ids, offsets, padding_idx), or let its ids be -1, which "
     "MEAN counts",
@@ -43,12 +43,12 @@ def refuse_names_of_torch(cls: type[Any], *arguments: Any, **options: Any) -> An
     """Return a new object of a class without calling `__init__`, as `object.__new__` does.
 
     Raises:
-        TypeError: a keyword is in `_ADVICE`, and `__init__` of the class does not take it; the
-            message has the advice.
+        TypeError: a keyword is in `_ADVICE_FOR_ARGUMENTS`, and `__init__` of the class does not
+            take it; the message has the advice.
     """
-    for name in _ADVICE.keys() & options.keys():
-        accepted = inspect.signature(cls.__init__).parameters
-        kinds = {parameter.kind for parameter in accepted.values()}
-        if name not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise TypeError(f"{cls.__name__} has no {name}: {_ADVICE[name]}")
+    for name in _ADVICE_FOR_ARGUMENTS.keys() & options.keys():
+        parameters = inspect.signature(cls.__init__).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise TypeError(f"{cls.__name__} has no {name}: {_ADVICE_FOR_ARGUMENTS[name]}")
     return object.__new__(cls)

@@ -325,7 +325,7 @@ class Twin:
                 want_groups[position] = number
         want_ends = torch.tensor([0, *(len(missing) for missing in misses)]).cumsum(0)
         assert first.tolist() == [miss.positions[0] for miss in flat] + padding
-        assert totals.tolist() == [miss.total for miss in flat] + padding
+        assert totals.tolist() == [miss.num_uses for miss in flat] + padding
         assert offsets.tolist() == want_ends.tolist()
         assert groups.tolist() == want_groups
         assert groups.dtype == torch.int32

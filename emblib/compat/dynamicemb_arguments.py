@@ -110,8 +110,8 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
     for field in ("dim", "max_capacity"):
         if getattr(options, field) is None:
             raise ValueError(f"table {name!r} needs {field}: without a planner, set it")
-        if not isinstance(size := getattr(options, field), int) or size < 1:
-            raise ValueError(f"{field} of table {name!r} must be an int >= 1, got {size!r}")
+        if not isinstance(value := getattr(options, field), int) or value < 1:
+            raise ValueError(f"{field} of table {name!r} must be an int >= 1, got {value!r}")
     if options.index_type not in (None, torch.int64, torch.uint64):
         raise ValueError(
             f"index_type must be torch.int64 or torch.uint64, got {options.index_type}"
@@ -123,11 +123,11 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
             f"such as emblib.DiskRows(directory), got {store!r}: classes of DynamicEmb's protocol "
             "Storage are not called"
         )
-    requested, required = options.evict_strategy, evict_strategy(options.score_strategy)
-    if requested not in (DynamicEmbEvictStrategy.LRU, required):
+    strategy, implied_strategy = options.evict_strategy, evict_strategy(options.score_strategy)
+    if strategy not in (DynamicEmbEvictStrategy.LRU, implied_strategy):
         raise ValueError(
-            f"evict_strategy follows from score_strategy, which evicts by {required.name}; got "
-            f"{requested.name}; leave it out"
+            f"evict_strategy follows from score_strategy, which evicts by {implied_strategy.name}; "
+            f"got {strategy.name}; leave it out"
         )
     bucket_capacity = options.bucket_capacity
     if bucket_capacity == dynamicemb_types.MAX_BUCKET_CAPACITY:
@@ -202,12 +202,10 @@ def _insert_failure(options: DynamicEmbTableOptions) -> OnInsertFailure:
 
     A table without eviction warns at least, because in DynamicEmb it grows beyond max_capacity.
     """
-    requested = _INSERT_FAILURES[DynamicEmbCheckMode(options.safe_check_mode)]
+    reaction = _INSERT_FAILURES[DynamicEmbCheckMode(options.safe_check_mode)]
     has_no_eviction = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
     return (
-        OnInsertFailure.WARN
-        if has_no_eviction and requested is OnInsertFailure.IGNORE
-        else requested
+        OnInsertFailure.WARN if has_no_eviction and reaction is OnInsertFailure.IGNORE else reaction
     )
 
 
@@ -220,10 +218,10 @@ def precision(args: SimpleNamespace) -> Precision:
     Raises:
         ValueError: tables have different `embedding_dtype`s.
     """
-    dtypes = {o.embedding_dtype or torch.float32 for o in args.table_options}
+    dtypes = {options.embedding_dtype or torch.float32 for options in args.table_options}
     if len(dtypes) > 1:
-        names = sorted(map(str, dtypes))
-        raise ValueError(f"tables of a module need one embedding_dtype, got {names}")
+        dtype_names = sorted(map(str, dtypes))
+        raise ValueError(f"tables of a module need one embedding_dtype, got {dtype_names}")
     (weights,) = dtypes
     rounding = None
     if args.stochastic_rounding and weights is not torch.float32:
@@ -277,7 +275,7 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     if kind not in _HYPERPARAMETERS_OF_OPTIMIZER:
         raise NotImplementedError(
             f"optimizer {kind.name} is not supported; those that are: "
-            f"{', '.join(k.name for k in _HYPERPARAMETERS_OF_OPTIMIZER)}"
+            f"{', '.join(member.name for member in _HYPERPARAMETERS_OF_OPTIMIZER)}"
         )
     for name in _DEFAULT_HYPERPARAMETERS.keys() - set(_HYPERPARAMETERS_OF_OPTIMIZER[kind]):
         if getattr(args, name) != _DEFAULT_HYPERPARAMETERS[name]:

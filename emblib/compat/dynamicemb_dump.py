@@ -299,8 +299,8 @@ def _all_ranks_succeed(
     error = None
     try:
         yield
-    except Exception as raised:
-        error = raised
+    except Exception as failure:
+        error = failure
     raise_on_all_ranks(ranks, error, outcome)
 
 
@@ -309,7 +309,7 @@ class _CheckedFiles(NamedTuple):
 
     module: DynamicEmbTables
     name: str
-    saved: SavedNumbers
+    saved_numbers: SavedNumbers
     entries: DynamicEmbTable
 
 
@@ -379,21 +379,23 @@ def _load(
 ) -> None:
     """Read and check the files of all tables, then change the tables; see `DynamicEmbLoad`."""
     _check_same_tables(ranks, root, tables)
-    optim = "states" not in omitted
-    tables_read, arguments = [], {}
+    with_optimizer = "states" not in omitted
+    checked_files, arguments = [], {}
     with _all_ranks_succeed(ranks):
         for directory, module, name in tables:
             file = dynamicemb_files.arguments_path(directory, name)
             content = dynamicemb_files.arguments_of(directory, name)
             arguments[_label(directory, name)] = (file, content)
-            saved = module.check_opt_args(name, file, content, with_optimizer=optim)
+            saved_numbers = module.check_opt_args(
+                name, file, content, with_optimizer=with_optimizer
+            )
             entries = _read(ranks, directory, module, name, omitted)
-            tables_read.append(_CheckedFiles(module, name, saved, entries))
+            checked_files.append(_CheckedFiles(module, name, saved_numbers, entries))
         dynamicemb_files.check_one_dump(arguments)
     with _all_ranks_succeed(ranks, "some tables were changed already: load again"):
-        for table in tables_read:
-            set_dynamicemb(*table.module.table_module_of(table.name), table.entries)
-            table.module.set_opt_args(table.name, table.saved)
+        for files in checked_files:
+            set_dynamicemb(*files.module.table_module_of(files.name), files.entries)
+            files.module.set_opt_args(files.name, files.saved_numbers)
 
 
 def _read(
@@ -422,7 +424,7 @@ def _read(
 
 def _omitted_parts(**flags: bool | None) -> list[str]:
     """Return the names of the flags that are not set: parts that are neither written nor read."""
-    return [word for word, is_wanted in flags.items() if not is_wanted]
+    return [part_name for part_name, is_included in flags.items() if not is_included]
 
 
 def _tables_of(

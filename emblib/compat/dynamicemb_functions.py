@@ -67,21 +67,21 @@ def arguments_in_dumps(
             f"{optimizer.weight_decay} of {type(optimizer).__name__}: use "
             "emblib.sharding.checkpoints"
         )
-    saved: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "opt_type": _OPTIMIZER_NAMES_IN_DUMPS[type(optimizer)],
         "lr": bags.learning_rate,
     }
     if isinstance(optimizer, optim.Adam):
-        saved |= {"iters": bags.step, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
-        saved |= {"eps": optimizer.eps, "weight_decay": decay}
+        arguments |= {"iters": bags.step, "beta1": optimizer.betas[0], "beta2": optimizer.betas[1]}
+        arguments |= {"eps": optimizer.eps, "weight_decay": decay}
     elif not isinstance(optimizer, optim.SGD):
-        state = bags.tables[table].initial_state
-        saved |= {"eps": optimizer.eps, "initial_accumulator_value": state}
+        initial_state = bags.tables[table].initial_state
+        arguments |= {"eps": optimizer.eps, "initial_accumulator_value": initial_state}
     if not isinstance(options.score_strategy, tuple):
         name = evict_strategy(options.score_strategy).name.title()
-        saved["evict_strategy"] = f"EvictStrategy.K{name}"
-    saved["dist_type"] = dist_type_of_files(options)
-    return saved
+        arguments["evict_strategy"] = f"EvictStrategy.K{name}"
+    arguments["dist_type"] = dist_type_of_files(options)
+    return arguments
 
 
 def dist_type_of_files(options: DynamicEmbTableOptions) -> str:
@@ -116,7 +116,7 @@ def check_same_kind(
     table: str,
     path: Path,
     content: Mapping[str, Any],
-    current: Mapping[str, Any],
+    current_arguments: Mapping[str, Any],
     with_optimizer: bool,
 ) -> None:
     """Check that a dumped table has the same kind of eviction and optimizer as one that loads it.
@@ -125,7 +125,7 @@ def check_same_kind(
         table: name of the table.
         path: path of the file, for error messages.
         content: parsed content of the file, a result of `arguments_in_dumps` at the time.
-        current: result of `arguments_in_dumps` for the table that loads.
+        current_arguments: result of `arguments_in_dumps` for the table that loads.
         with_optimizer: whether the optimizer must be the same.
 
     Raises:
@@ -135,13 +135,13 @@ def check_same_kind(
     """
     names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
     for name in names:
-        if name not in content or name not in current:
+        if name not in content or name not in current_arguments:
             continue
-        saved = entry_of(path, content, name, str)
-        if saved != current[name]:
+        saved_value = entry_of(path, content, name, str)
+        if saved_value != current_arguments[name]:
             raise ValueError(
-                f"{name} of table {table!r} is {saved} in the dump and {current[name]} here; "
-                "load into a table of the same options"
+                f"{name} of table {table!r} is {saved_value} in the dump and "
+                f"{current_arguments[name]} here; load into a table of the same options"
                 + (", or with optim=False" if name == "opt_type" else "")
             )
     if "dist_type" in content and entry_of(path, content, "dist_type", str) == "continuous":
@@ -152,7 +152,7 @@ def check_same_kind(
 
 
 def _warn_of_initial_state(
-    table: str, path: Path, content: Mapping[str, Any], current: Mapping[str, Any]
+    table: str, path: Path, content: Mapping[str, Any], current_arguments: Mapping[str, Any]
 ) -> None:
     """Warn if new rows of the dumped table had another initial optimizer state than here.
 
@@ -160,13 +160,14 @@ def _warn_of_initial_state(
         DumpError: the saved state is not a number.
     """
     name = "initial_accumulator_value"
-    if name not in content or name not in current:
+    if name not in content or name not in current_arguments:
         return
-    saved = entry_of(path, content, name, int, float)
-    if saved != current[name]:
+    saved_value = entry_of(path, content, name, int, float)
+    if saved_value != current_arguments[name]:
         warnings.warn(
-            f"{name} of table {table!r} is {saved} in the dump and stays {current[name]} here: "
-            "make the module with that of the dump to continue its training",
+            f"{name} of table {table!r} is {saved_value} in the dump and stays "
+            f"{current_arguments[name]} here: make the module with that of the dump to continue "
+            "its training",
             stacklevel=5,  # the caller of `DynamicEmbLoad`
         )
 
@@ -206,7 +207,7 @@ def _hyperparameter_changes(
     def number(name: str) -> float:
         return float(entry_of(path, content, name, int, float))
 
-    def decay() -> dict[str, Any]:
+    def parse_decay() -> dict[str, Any]:
         rate = number("weight_decay")
         return {"weight_decay": optim.Decoupled(rate) if rate else None}
 
@@ -217,18 +218,18 @@ def _hyperparameter_changes(
         parsers["eps",] = lambda: {"eps": number("eps")}
     if isinstance(optimizer, optim.Adam):
         parsers["beta1", "beta2"] = lambda: {"betas": (number("beta1"), number("beta2"))}
-        parsers["weight_decay",] = decay
+        parsers["weight_decay",] = parse_decay
     changes: dict[str, Any] = {}
     for names, parse in parsers.items():
         if not any(name in content for name in names):
             continue
         try:
-            change = parse()
-            replace(optimizer, **change)  # checks ranges
+            parsed_changes = parse()
+            replace(optimizer, **parsed_changes)  # checks ranges
         except (TypeError, ValueError, OverflowError) as error:
             quoted_names = " and ".join(map(repr, names))
             raise DumpError(f"{path} is malformed: {quoted_names}: {error}") from error
-        changes |= change
+        changes |= parsed_changes
     return changes
 
 
@@ -449,10 +450,10 @@ class DynamicEmbTables:
             NotImplementedError: DynamicEmb does not have the optimizer, or its weight decay.
         """
         options = self.options_of(table)
-        saved = arguments_in_dumps(*self.table_module_of(table), options)
+        arguments = arguments_in_dumps(*self.table_module_of(table), options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:
-            saved["step_score"] = self.get_score()[table]
-        return saved
+            arguments["step_score"] = self.get_score()[table]
+        return arguments
 
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
@@ -470,23 +471,23 @@ class DynamicEmbTables:
             ValueError: the table was saved with another eviction strategy or optimizer.
         """
         options, (module, index) = self.options_of(table), self.table_module_of(table)
-        current = arguments_in_dumps(module, index, options)
-        check_same_kind(table, path, content, current, with_optimizer)
+        current_arguments = arguments_in_dumps(module, index, options)
+        check_same_kind(table, path, content, current_arguments, with_optimizer)
         if with_optimizer:
-            _warn_of_initial_state(table, path, content, current)
+            _warn_of_initial_state(table, path, content, current_arguments)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
         optimizer = module.optimizer if with_optimizer else None
         return checked_numbers(path, content, optimizer, counts_steps=counts_steps)
 
-    def set_opt_args(self, table: str, saved: SavedNumbers) -> None:
+    def set_opt_args(self, table: str, saved_numbers: SavedNumbers) -> None:
         """Set the numbers of a table, and of the optimizer of its module; see `check_opt_args`."""
         module, index = self.table_module_of(table)
-        if saved.step_score is not None:
-            module.set_eviction_step(index, saved.step_score)
-        if saved.hyperparameters:
-            module.set_hyperparameters(**saved.hyperparameters)
-        if saved.step is not None:
-            module.set_step(saved.step)
+        if saved_numbers.step_score is not None:
+            module.set_eviction_step(index, saved_numbers.step_score)
+        if saved_numbers.hyperparameters:
+            module.set_hyperparameters(**saved_numbers.hyperparameters)
+        if saved_numbers.step is not None:
+            module.set_step(saved_numbers.step)
 
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None

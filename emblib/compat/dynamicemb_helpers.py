@@ -210,8 +210,8 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
     paths = [
         _item_path(root_path, table_name, rank, world_size, item) for rank in range(world_size)
     ]
-    if missing := [path for path in paths if not Path(path).exists()]:
-        raise DumpError(f"the dump is not whole: {', '.join(missing)} is missing")
+    if missing_paths := [path for path in paths if not Path(path).exists()]:
+        raise DumpError(f"the dump is not whole: {', '.join(missing_paths)} is missing")
     return paths, world_size
 
 

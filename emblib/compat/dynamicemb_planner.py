@@ -79,8 +79,8 @@ def get_sharded_table_capacity(
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be positive, got {world_size}")
-    rows = math.ceil(int(embedding_config.num_embeddings) / world_size)
-    return align_to_table_size(rows, _rows_per_bucket(bucket_capacity))
+    num_rows = math.ceil(int(embedding_config.num_embeddings) / world_size)
+    return align_to_table_size(num_rows, _rows_per_bucket(bucket_capacity))
 
 
 def _optimizer_of(optimizer_type: Any) -> optim.Optimizer:
@@ -102,10 +102,10 @@ def get_table_value_bytes(
         NotImplementedError: dynamic tables cannot have the optimizer.
         ValueError: `world_size` or `bucket_capacity` is invalid, see `get_sharded_table_capacity`.
     """
-    rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
+    rows_per_rank = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity)
     dtype = data_type_to_dtype(embedding_config.data_type)
     rule = _optimizer_of(optimizer_type)
-    return rows * bytes_per_row(dtype, embedding_config.embedding_dim, rule)
+    return rows_per_rank * world_size * bytes_per_row(dtype, embedding_config.embedding_dim, rule)
 
 
 def get_constraint_capacity(
@@ -123,8 +123,8 @@ def get_constraint_capacity(
         NotImplementedError: dynamic tables cannot have the optimizer.
         ValueError: `bucket_capacity` is not a positive multiple of BUCKET_ALIGNMENT.
     """
-    bucket_rows = _rows_per_bucket(bucket_capacity)
-    bucket_bytes = bytes_per_row(dtype, dim, _optimizer_of(optimizer_type)) * bucket_rows
+    rows_per_bucket = _rows_per_bucket(bucket_capacity)
+    bucket_bytes = bytes_per_row(dtype, dim, _optimizer_of(optimizer_type)) * rows_per_bucket
     num_buckets = int(memory_bytes) // bucket_bytes
     if not num_buckets:
         warnings.warn(
@@ -132,7 +132,7 @@ def get_constraint_capacity(
             "rounded up to one bucket",
             stacklevel=2,
         )
-    return max(num_buckets, 1) * bucket_rows
+    return max(num_buckets, 1) * rows_per_bucket
 
 
 def complete_initializer_args(
@@ -311,13 +311,13 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
 
     def _with_options(self, module: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
         """Complete the options of dynamic tables, and put them into the plan, which is returned."""
-        dynamic = self._options_of_dynamic_tables()
+        options_by_table = self._options_of_dynamic_tables()
         for config in _configs_in(module):
-            if config.name in dynamic:
-                _complete_options(dynamic[config.name], config, world_size)
+            if config.name in options_by_table:
+                _complete_options(options_by_table[config.name], config, world_size)
         for tables in plan.plan.values():
-            for name in tables.keys() & dynamic.keys():
-                table, options = tables[name], dynamic[name]
+            for name in tables.keys() & options_by_table.keys():
+                table, options = tables[name], options_by_table[name]
                 tables[name] = DynamicEmbParameterSharding(
                     ShardingType.ROW_WISE.value,
                     ranks=table.ranks,
@@ -336,24 +336,25 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             raise ValueError(
                 f"eb_configs must be those of the model, {names}, got {self._config_names}"
             )
-        dynamic, world_size = self._options_of_dynamic_tables(), native_planner.topology.world_size
+        options_by_table = self._options_of_dynamic_tables()
+        world_size = native_planner.topology.world_size
 
-        def with_hash_storage(work: planner.TableWorkload) -> planner.TableWorkload:
-            options = dynamic.get(work.config.name)
+        def with_hash_storage(workload: planner.TableWorkload) -> planner.TableWorkload:
+            options = options_by_table.get(workload.config.name)
             if options is None:
-                return work
+                return workload
             options = dataclasses.replace(options)
-            _complete_options(options, work.config, world_size)
+            _complete_options(options, workload.config, world_size)
             sharding = DynamicEmbParameterSharding(
                 ShardingType.ROW_WISE.value,
                 ranks=list(range(world_size)),
                 dynamicemb_options=options,
             )
-            rule = work.optimizer or optim.SGD(0.0)
+            rule = workload.optimizer or optim.SGD(0.0)
             config = dynamic_config(
-                work.config, sharding, rule, device=native_planner.topology.device
+                workload.config, sharding, rule, device=native_planner.topology.device
             )
-            return dataclasses.replace(work, config=config)
+            return dataclasses.replace(workload, config=config)
 
         return plan_with_report(native_planner, module, sharders, with_hash_storage)
 

@@ -105,8 +105,9 @@ def hash_storage(
     backing = split_store
     if split_store is not None and options.external_storage is None:
         store: Any = split_store.store
-        (slow_rows,) = store.capacity
-        backing = BackingStore(HostRows(slow_rows * world_size, store.eviction), split_store.mode)
+        (rows_per_rank,) = store.capacity
+        host_rows = HostRows(rows_per_rank * world_size, store.eviction)
+        backing = BackingStore(host_rows, split_store.mode)
     names = {f.name for f in fields(Hash)} & {f.name for f in fields(fast_spec)}
     storage = DynamicEmbHash(
         **{field_name: getattr(fast_spec, field_name) for field_name in names},
@@ -128,7 +129,7 @@ def dynamic_config(
         more: keyword arguments of `hash_storage`.
     """
     world_size = len(sharding.ranks or ())
-    rows, storage = hash_storage(
+    num_rows, storage = hash_storage(
         sharding.dynamicemb_options, config.name, config.optimizer or rule, world_size, **more
     )
     data_type = sharding.dynamicemb_options.embedding_dtype or config.data_type
@@ -138,9 +139,13 @@ def dynamic_config(
         else emblib_collections.EmbeddingConfig
     )
     values = {f.name: getattr(config, f.name) for f in fields(config_class)}
-    bounds = {"weight_init_min": None, "weight_init_max": None, "init_fn": None}
-    replaced_fields = {"num_embeddings": rows, "storage": storage, "data_type": data_type, **bounds}
-    return config_class(**{**values, **replaced_fields})
+    values |= {"num_embeddings": num_rows, "storage": storage, "data_type": data_type}
+    values |= {"weight_init_min": None, "weight_init_max": None, "init_fn": None}
+    return config_class(**values)
+
+
+def _has_dynamic(shardings: Mapping[str, Any]) -> bool:
+    return any(isinstance(each, DynamicEmbParameterSharding) for each in shardings.values())
 
 
 class _DynamicSharder:
@@ -161,9 +166,8 @@ class _DynamicSharder:
             ValueError: such a collection is not on the meta device: its rows would be lost.
         """
         for path, tables in plan.plan.items():
-            dynamic = [t for t in tables.values() if isinstance(t, DynamicEmbParameterSharding)]
             collection = module.get_submodule(path)
-            if not dynamic or not isinstance(collection, self.module_type):
+            if not _has_dynamic(tables) or not isinstance(collection, self.module_type):
                 continue
             dynamic_collection = self.dynamic_collection(collection, tables)
             if not path:
@@ -214,7 +218,7 @@ class _DynamicSharder:
             ValueError: `module` has dynamic tables, and is not on the meta device.
         """
         parent: Any = super()
-        if any(isinstance(sharding, DynamicEmbParameterSharding) for sharding in params.values()):
+        if _has_dynamic(params):
             ranks = ranks_of(env, device)
             module = fingerprint.agree(ranks, lambda: self.dynamic_collection(module, params))
         sharded: nn.Module = parent.shard(module, params, env, device, module_fqn)
@@ -226,9 +230,9 @@ class _DynamicSharder:
 
         `DistributedModelParallel` calls this after it has sharded the model.
         """
-        for part in model.modules():
-            if dynamic_tables_in(part) is not None:
-                part.register_state_dict_post_hook(_leave_rows_to_dump)
+        for module in model.modules():
+            if dynamic_tables_in(module) is not None:
+                module.register_state_dict_post_hook(_leave_rows_to_dump)
 
 
 class RowsLeftToDump(KeyedRows):
@@ -365,8 +369,8 @@ class ShardedCollectionTables(DynamicEmbTables):
         dist_type = self.dist_type(name)
         received_parts: list[DynamicEmbTable] = []
         for rank in range(ranks.size):
-            part = entries.owned(partial(_is_routed_to, rank, ranks.size, dist_type))
-            parts = ranks.gather_objects(replace(part, entries=_on_cpu(part.entries)))
+            sent = entries.owned(partial(_is_routed_to, rank, ranks.size, dist_type))
+            parts = ranks.gather_objects(replace(sent, entries=_on_cpu(sent.entries)))
             if rank == ranks.rank:
                 received_parts = parts
         counts = [part.counts for part in received_parts if part.counts is not None]

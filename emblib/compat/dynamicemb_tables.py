@@ -148,14 +148,14 @@ def num_state_values(rule: optim.Optimizer, dim: int) -> int:
     return sum(1 if state.per_row else dim for state in rule.states)
 
 
-class _Prefetched(NamedTuple):
+class _PrefetchedUses(NamedTuple):
     """Properties of a batch that `prefetch` determines for its `forward`."""
 
     scores: Tensor | None  # int64 [T], score of its keys in each table; None without scores
     counts: Tensor | None  # int64 [L], uses per lookup; None for those of `forward`
 
 
-class Cache:
+class CacheMetrics:
     """Counter of lookups and hits of the device in the last training forward.
 
     Args:
@@ -253,8 +253,8 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.prefetch_pipeline = prefetch_pipeline
         self.bags = self._make_bags(arguments)
         has_cache = self._options[0].caching and self.bags.backing is not None
-        self._cache = Cache(self.bags) if has_cache else None
-        self._prefetched: deque[_Prefetched] = deque()  # batches that are not looked up yet
+        self._cache = CacheMetrics(self.bags) if has_cache else None
+        self._prefetched: deque[_PrefetchedUses] = deque()  # batches that are not looked up yet
         for options in self._options:
             options.evict_strategy = dynamicemb_arguments.evict_strategy(options.score_strategy)
             if options.init_capacity is None:
@@ -262,11 +262,12 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     def _make_bags(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
         """Return the module with the tables; `args` are the arguments of the constructor."""
-        optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
+        optimizer = dynamicemb_arguments.optimizer(args)
+        initial_state = args.initial_accumulator_value
         if not self._options[0].training:
-            optimizer, state = optim.SGD(args.learning_rate), 0.0  # SGD has no state
+            optimizer, initial_state = optim.SGD(args.learning_rate), 0.0  # SGD has no state
         specs = [
-            dynamicemb_arguments.spec(options, name, state)
+            dynamicemb_arguments.spec(options, name, initial_state)
             for options, name in zip(self._options, self._names, strict=True)
         ]
         device = dynamicemb_arguments.device(args.device, self._options)
@@ -336,18 +337,18 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             return self.bags(ids, offsets, pooling_weights, counts=counts)
 
     @contextmanager
-    def _scores_at(self, prefetched: _Prefetched) -> Iterator[None]:
+    def _scores_at(self, prefetched: _PrefetchedUses) -> Iterator[None]:
         """Use the scores of the batch's prefetch inside the context; then restore the others."""
         scores = self.bags.scores
         if scores is None or prefetched.scores is None:
             yield
             return
-        current = scores.values.clone()
+        current_scores = scores.values.clone()
         scores.values.copy_(prefetched.scores)
         try:
             yield
         finally:
-            scores.values.copy_(current)
+            scores.values.copy_(current_scores)
 
     def _as_int64(self, indices: Tensor) -> Tensor:
         """Return ids as int64; uint64 ids keep their bits. Raise TypeError for other numbers."""
@@ -416,7 +417,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             values = None if scores is None else scores.batch_scores()
             if scores is not None:
                 scores.advance()
-            self._prefetched.append(_Prefetched(values, counts))
+            self._prefetched.append(_PrefetchedUses(values, counts))
         self.bags.prefetch(ids, offsets)
 
     @property
@@ -425,7 +426,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return len(self._prefetched)
 
     @property
-    def cache(self) -> "Cache | None":
+    def cache(self) -> "CacheMetrics | None":
         """Counter of lookups and hits of the device; None without `caching` or a backing store."""
         return self._cache
 
@@ -499,14 +500,14 @@ def _checked_options(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicE
         raise TypeError("table_options must be a list, one DynamicEmbTableOptions per table")
     if not options:
         raise ValueError("table_options must have at least one DynamicEmbTableOptions")
-    for i, other in enumerate(options):
-        if not isinstance(other, DynamicEmbTableOptions):
-            raise TypeError(f"table_options[{i}] must be DynamicEmbTableOptions, got {other!r}")
-        if other != options[0]:
+    for i, option in enumerate(options):
+        if not isinstance(option, DynamicEmbTableOptions):
+            raise TypeError(f"table_options[{i}] must be DynamicEmbTableOptions, got {option!r}")
+        if option != options[0]:
             names = [
-                n
-                for n, v in other.get_grouped_key().items()
-                if v != options[0].get_grouped_key()[n]
+                field
+                for field, value in option.get_grouped_key().items()
+                if value != options[0].get_grouped_key()[field]
             ]
             raise ValueError(
                 f"tables of a module must be equal in {', '.join(options[0].get_grouped_key())}; "

@@ -492,10 +492,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         )
         weights = None if per_sample_weights is None else per_sample_weights.float()
         device = indices.device
-        on_device: list[Any] = [
-            entry.to(device) if isinstance(entry, Tensor) else entry for entry in vbe_metadata
+        moved_fields: list[Any] = [
+            field.to(device) if isinstance(field, Tensor) else field for field in vbe_metadata
         ]
-        return indices, offsets, weights, VBEMetadata(*on_device)
+        return indices, offsets, weights, VBEMetadata(*moved_fields)
 
     def _needs_python_hooks(self) -> bool:
         """Return whether a forward runs other Python code than the lookup, which breaks a graph."""

@@ -129,12 +129,12 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
         )
         for rows, dim, location, device in args.embedding_specs
     ]
-    tables = len(args.embedding_specs)
+    num_tables = len(args.embedding_specs)
     if args.feature_table_map is None:
-        args.feature_table_map = list(range(tables))
+        args.feature_table_map = list(range(num_tables))
     args.feature_table_map = [operator.index(t) for t in args.feature_table_map]
-    if args.table_names is not None and len(args.table_names) != tables:
-        raise ValueError(f"table_names must have {tables} names, got {len(args.table_names)}")
+    if args.table_names is not None and len(args.table_names) != num_tables:
+        raise ValueError(f"table_names must have {num_tables} names, got {len(args.table_names)}")
     if args.extra_optimizer_config is None:
         args.extra_optimizer_config = UserEnabledConfigDefinition()
     for name in ("embedding_table_index_type", "embedding_table_offset_type"):
@@ -207,28 +207,28 @@ def tables(args: SimpleNamespace) -> list[TableSpec]:
 
 def locations(args: SimpleNamespace) -> list[EmbeddingLocation]:
     """Return the location of the rows of each table, which options may override on a GPU."""
-    requested = [spec.location for spec in args.embedding_specs]
+    spec_locations = [spec.location for spec in args.embedding_specs]
     if args.compute_device is not ComputeDevice.CUDA:
-        return requested
+        return spec_locations
     if args.enforce_hbm:
-        return [EmbeddingLocation.DEVICE] * len(requested)
+        return [EmbeddingLocation.DEVICE] * len(spec_locations)
     if args.uvm_non_rowwise_momentum and args.optimizer in _WHOLE_ROW_STATES:
         # FBGEMM then has states in host memory. emblib's states are where the rows are: move both.
         managed = EmbeddingLocation.MANAGED
-        return [managed if x is EmbeddingLocation.DEVICE else x for x in requested]
-    return requested
+        return [managed if each is EmbeddingLocation.DEVICE else each for each in spec_locations]
+    return spec_locations
 
 
 def _names(args: SimpleNamespace) -> list[str]:
     """Return a name per table: `table_names` without dots, made distinct, or "" without names."""
-    wanted_names = [
+    requested_names = [
         name.replace(".", "_") for name in args.table_names or [""] * len(args.embedding_specs)
     ]
     names: list[str] = []
-    for t, name in enumerate(wanted_names):
+    for t, name in enumerate(requested_names):
         suffix = t
-        while name and (name in names or (suffix > t and name in wanted_names)):
-            name, suffix = f"{wanted_names[t]}_{suffix}", suffix + 1
+        while name and (name in names or (suffix > t and name in requested_names)):
+            name, suffix = f"{requested_names[t]}_{suffix}", suffix + 1
         names.append(name)
     return names
 
@@ -281,11 +281,11 @@ def _state_dtype(args: SimpleNamespace) -> torch.dtype:
         NotImplementedError: a dtype is not FP32, FP16 or BF16, or the two dtypes differ.
         ValueError: `optimizer_state_dtypes` has another key than momentum1 and momentum2.
     """
-    requested = args.optimizer_state_dtypes or {}
-    unknown = set(requested) - {"momentum1", "momentum2"}
+    formats = args.optimizer_state_dtypes or {}
+    unknown = set(formats) - {"momentum1", "momentum2"}
     if unknown:
         raise ValueError(f"optimizer_state_dtypes has momentum1, momentum2, got {sorted(unknown)}")
-    dtypes = {key: float_dtype(key, as_member(SparseType, kind)) for key, kind in requested.items()}
+    dtypes = {key: float_dtype(key, as_member(SparseType, kind)) for key, kind in formats.items()}
     row_states = _WHOLE_ROW_STATES.get(args.optimizer, ())
     for key in dtypes.keys() - set(row_states):
         if dtypes[key] != torch.float32:
@@ -417,8 +417,8 @@ def _check_weight_decay(args: SimpleNamespace) -> None:
         modes.add(WeightDecayMode.DECOUPLE)
     if mode not in modes:
         raise ValueError(
-            f"weight_decay_mode of {kind.name} must be one of {[m.name for m in sorted(modes)]}, "
-            f"got {mode.name}"
+            f"weight_decay_mode of {kind.name} must be one of "
+            f"{[each.name for each in sorted(modes)]}, got {mode.name}"
         )
     is_rowwise = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
     if is_rowwise and mode is WeightDecayMode.NONE and args.weight_decay != 0.0:
@@ -436,16 +436,16 @@ def _check_option_objects(args: SimpleNamespace) -> None:
     """
     mode, kind = args.weight_decay_mode, args.optimizer
     # True: the options must be passed. False: they must not. None: both are allowed.
-    is_needed = {
+    requirements = {
         "counter_based_regularization": mode is WeightDecayMode.COUNTER,
         "cowclip_regularization": mode is WeightDecayMode.COWCLIP,
         "global_weight_decay": mode is WeightDecayMode.DECOUPLE_GLOBAL,
         "ensemble_mode": None if kind is EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD else False,
         "emainplace_mode": None if kind is EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD else False,
     }
-    for name, needed in is_needed.items():
+    for name, must_be_passed in requirements.items():
         is_passed = getattr(args, name) is not None
-        if needed is not None and is_passed is not needed:
+        if must_be_passed is not None and is_passed is not must_be_passed:
             raise ValueError(
                 f"{name} goes with {_OWNER_OF_OPTIONS[name]}, got one without the other"
             )
@@ -609,16 +609,17 @@ def with_current_hyperparameters(
     Loading a checkpoint changes the hyperparameters of `bags` only. On the meta device `bags` has
     no values of them, and the copy has those of `args`.
     """
-    current = SimpleNamespace(**vars(args))
+    current_args = SimpleNamespace(**vars(args))
     if bags.hyperparams.is_meta:
-        return current
-    current.learning_rate, optimizer_of_bags = bags.learning_rate, bags.optimizer
-    current.eps = getattr(optimizer_of_bags, "eps", args.eps)
-    current.beta1, current.beta2 = getattr(optimizer_of_bags, "betas", (args.beta1, args.beta2))
-    decay = getattr(optimizer_of_bags, "global_decay", None) or optimizer_of_bags.weight_decay
+        return current_args
+    rule: Any = bags.optimizer
+    current_args.learning_rate = bags.learning_rate
+    current_args.eps = getattr(rule, "eps", args.eps)
+    current_args.beta1, current_args.beta2 = getattr(rule, "betas", (args.beta1, args.beta2))
+    decay = getattr(rule, "global_decay", None) or rule.weight_decay
     if decay is not None:
-        current.weight_decay = decay.rate
-    return current
+        current_args.weight_decay = decay.rate
+    return current_args
 
 
 def update_hyperparameters(
@@ -689,10 +690,10 @@ class InPlaceAverage:
     """
 
     def __init__(self, mode: EmainplaceModeDefinition) -> None:
-        self.every = int(mode.step_ema)
-        if self.every < 1:
+        self.interval = int(mode.step_ema)
+        if self.interval < 1:
             raise ValueError(f"emainplace_mode.step_ema must be >= 1, got {mode.step_ema}")
-        self.start = int(mode.step_start)
+        self.first_step = int(mode.step_start)
         self.first_half_weight = mode.step_ema_coef
         self.iterations = 0
 
@@ -702,7 +703,7 @@ class InPlaceAverage:
         Rows are averaged in steps that are multiples of `step_ema`, from `step_start` on.
         """
         self.iterations = (self.iterations or bags.step) + 1
-        if self.iterations % self.every or self.iterations < self.start:
+        if self.iterations % self.interval or self.iterations < self.first_step:
             return
         with torch.no_grad():
             for weights in bags.table_weights():

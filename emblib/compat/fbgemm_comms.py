@@ -17,7 +17,7 @@ from emblib.compat.fbgemm_operators.messages import RoundingMode
 from emblib.compat.fbgemm_types import SparseType, as_member
 
 # Bytes of a row after its values: scale and minimum of INT8, scale and 0 of FP8.
-_ROW_OVERHEAD = 8
+_ROW_SCALE_BYTES = 8
 _HALF_DTYPES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 
@@ -116,8 +116,8 @@ def fp32_to_bf16_with_clamp(tensor: Tensor) -> Tensor:
 
 
 def _clamp(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
-    return tensor.clamp(-largest, largest).to(dtype)
+    max_value = torch.finfo(dtype).max
+    return tensor.clamp(-max_value, max_value).to(dtype)
 
 
 def fp32_to_hfp8_with_clamp(
@@ -127,8 +127,8 @@ def fp32_to_hfp8_with_clamp(
 
     Values are clamped to the largest one of `mbits` mantissa bits. `messages.to_hfp8` converts.
     """
-    largest = 2.0 ** (2**ebits - 2 - bias) * (2 - 2.0**-mbits)
-    return messages.to_hfp8(tensor, ebits, bias, largest)
+    max_value = 2.0 ** (2**ebits - 2 - bias) * (2 - 2.0**-mbits)
+    return messages.to_hfp8(tensor, ebits, bias, max_value)
 
 
 def hfp8_to_fp32(tensor: Tensor, ebits: int = 4, bias: int = 15) -> Tensor:
@@ -185,8 +185,8 @@ class QuantizedCommCodec:
             self._row_dim = QuantizationContext().mx_group_size
         self._is_fwd = is_fwd
         self._rounding = RoundingMode.even if rounding_mode is None else rounding_mode
-        output = SparseType.FP32 if output_dtype is None else output_dtype
-        self._output = as_member(SparseType, output)
+        output_format = SparseType.FP32 if output_dtype is None else output_dtype
+        self._output_format = as_member(SparseType, output_format)
 
     def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
         """Return the message of some values.
@@ -231,8 +231,8 @@ class QuantizedCommCodec:
         flat; other values have the shape of the message.
         """
         if self._precision is SparseType.MX4:
-            size = (ctx or QuantizationContext()).mx_group_size
-            return mx4_to_float(input_tensor, size, output_dtype=self._output)
+            group_size = (ctx or QuantizationContext()).mx_group_size
+            return mx4_to_float(input_tensor, group_size, output_dtype=self._output_format)
         if self._precision is SparseType.FP8 and not self._has_row_scales(ctx):
             return hfp8_to_fp32(input_tensor)
         if self._has_row_scales(ctx):
@@ -240,7 +240,7 @@ class QuantizedCommCodec:
             rows = input_tensor.view(-1, _row_nbytes(row_dim, self._precision))
             if self._precision is SparseType.INT8:
                 return rowwise.fused_8bit_to_float(rows).view(-1)
-            values = messages.fp8_rows_to_float(rows, self._is_fwd, self._output.as_int())
+            values = messages.fp8_rows_to_float(rows, self._is_fwd, self._output_format.as_int())
             return values[:, :row_dim].flatten()
         values = input_tensor.float()
         return values if self._loss_scale is None else values / self._loss_scale
@@ -305,18 +305,20 @@ class QuantizedCommCodec:
         """
         if input_tensor.ndim == 1:
             return input_tensor.size(0), 0
-        columns = input_tensor.size(1)
+        num_columns = input_tensor.size(1)
         if self._precision is SparseType.MX4:
             block_size = qcomm_ctx.mx_group_size
         elif self._precision is SparseType.FP8 and self._row_dim > 0 and _pads_fp8_rows():
             block_size = qcomm_ctx.row_dim
         else:
-            return columns, 0
-        if columns != dim_per_rank[my_rank]:
-            raise ValueError(f"rank {my_rank} has {dim_per_rank[my_rank]} columns, got {columns}")
+            return num_columns, 0
+        if num_columns != dim_per_rank[my_rank]:
+            raise ValueError(
+                f"rank {my_rank} has {dim_per_rank[my_rank]} columns, got {num_columns}"
+            )
         qcomm_ctx.padded_dim_sum_per_rank = [dim + -dim % block_size for dim in dim_per_rank]
-        padding = -columns % block_size
-        return columns + padding, padding
+        padding = -num_columns % block_size
+        return num_columns + padding, padding
 
     def _has_row_scales(self, ctx: QuantizationContext | None) -> bool:
         """Return whether a message consists of rows that each have a scale."""
@@ -342,7 +344,7 @@ def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
 def _row_nbytes(row_dim: int, precision: SparseType) -> int:
     """Return the bytes of an INT8 or FP8 row; FP8 values are padded to a multiple of 4."""
     padding = -row_dim % 4 if precision is SparseType.FP8 else 0
-    return row_dim + padding + _ROW_OVERHEAD
+    return row_dim + padding + _ROW_SCALE_BYTES
 
 
 def _pads_fp8_rows() -> bool:

@@ -43,9 +43,9 @@ def mask_gradients(
     if sample_weights is None or not num_features or not sample_weights.numel():
         return sample_weights
     if batch_sizes is not None:
-        bag_ends = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))), device="cpu")
-        if int(bag_ends[-1]) != len(offsets) - 1:
+        if sum(map(sum, batch_sizes)) != len(offsets) - 1:
             return sample_weights
+        bag_ends = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))), device="cpu")
         id_ends = offsets[bag_ends.to(offsets.device)]
     elif (len(offsets) - 1) % num_features:
         return sample_weights
@@ -53,10 +53,10 @@ def mask_gradients(
         id_ends = offsets[1:].view(num_features, -1)[:, -1]
     positions = torch.arange(len(sample_weights), device=id_ends.device)
     feature_of_id = torch.bucketize(positions, id_ends.long().contiguous(), right=True)
-    is_wanted = (feature_requires_grad != 0).to(feature_of_id.device)[
+    has_gradient = (feature_requires_grad != 0).to(feature_of_id.device)[
         feature_of_id.clamp(max=num_features - 1)
     ]
-    return torch.where(is_wanted, sample_weights, sample_weights.detach())
+    return torch.where(has_gradient, sample_weights, sample_weights.detach())
 
 
 def keep_first_lookups(

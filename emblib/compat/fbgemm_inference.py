@@ -244,7 +244,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             return self._make_graph_lookup().forward(indices, offsets, per_sample_weights)
         device = self.current_device
         is_async = device.type != "cpu"
-        indices, offsets = (x.to(device, non_blocking=is_async) for x in (indices, offsets))
+        indices = indices.to(device, non_blocking=is_async)
+        offsets = offsets.to(device, non_blocking=is_async)
         weights = None
         if per_sample_weights is not None:
             weights = per_sample_weights.detach().to(device, torch.float32, non_blocking=is_async)
@@ -368,21 +369,21 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             raise ValueError(
                 f"split_scale_bias_mode must be 0, 1 or 2, got {split_scale_bias_mode}"
             )
-        result: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        padded = split_scale_bias_mode == 0
-        for rows, spec in zip(self._row_views(padded=padded), self.embedding_specs, strict=True):
+        views: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        row_views = self._row_views(padded=split_scale_bias_mode == 0)
+        for rows, spec in zip(row_views, self.embedding_specs, strict=True):
             if split_scale_bias_mode == 0 or not _has_header(spec.format):
-                result.append((rows, None, None))
+                views.append((rows, None, None))
                 continue
-            numbers, header = rows[:, _HEADER_BYTES:], rows[:, :_HEADER_BYTES]
+            row_codes, header = rows[:, _HEADER_BYTES:], rows[:, :_HEADER_BYTES]
             if split_scale_bias_mode == 1:
-                result.append((numbers, header, None))
+                views.append((row_codes, header, None))
                 continue
             scale, bias = (
                 part.view(torch.float16) for part in header.split(_HEADER_BYTES // 2, dim=1)
             )
-            result.append((numbers, scale, bias))
-        return result
+            views.append((row_codes, scale, bias))
+        return views
 
     def _row_views(self, *, padded: bool = True) -> list[Tensor]:
         """Return views of the rows of each table, uint8 `[rows, row bytes]`.
@@ -397,7 +398,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         for view, (_, _, dim, row_format, _) in zip(views, self.embedding_specs, strict=True):
             view = view[:, _HEADER_BYTES:] if row_format is SparseType.FP8 else view
             row_bytes = [
-                rounded_row_size_in_bytes(dim, row_format, n) for n in (1, self.row_alignment)
+                rounded_row_size_in_bytes(dim, row_format, alignment)
+                for alignment in (1, self.row_alignment)
             ]
             has_padding = padded and row_bytes[1] <= view.size(1)
             row_views.append(view[:, : row_bytes[has_padding]])
@@ -428,10 +430,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         targets = self.split_embedding_weights()
         if len(q_weight_list) != len(targets):
             raise ValueError(f"expected {len(targets)} tables, got {len(q_weight_list)}")
-        copies: list[tuple[Tensor, Tensor]] = []
+        views_and_values: list[tuple[Tensor, Tensor]] = []
         for (name, _, _, row_format, _), target, sources in zip(
             self.embedding_specs, targets, q_weight_list, strict=True
         ):
+            if len(sources) != len(target):
+                raise ValueError(f"table {name!r}: expected 2 tensors or None, got {len(sources)}")
             for view, values in zip(target, sources, strict=True):
                 if view is None and values is None:
                     continue
@@ -448,8 +452,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                         raise ValueError(
                             f"table {name!r}: FP8 rows have bytes up to {largest_byte:#x}"
                         )
-                copies.append((view, values))
-        for view, values in copies:
+                views_and_values.append((view, values))
+        for view, values in views_and_values:
             view.copy_(values)
 
     def fill_random_weights(self) -> None:
@@ -487,6 +491,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 is changed.
         """
         tables = self._row_views()
+        lengths = [len(update_table_indices), len(update_row_indices), len(update_weights)]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "update_table_indices, update_row_indices and update_weights must have one entry "
+                f"per update, got {lengths}"
+            )
         updates = list(zip(update_table_indices, update_row_indices, update_weights, strict=True))
         for table, rows, weights in updates:
             if not 0 <= table < len(tables):
@@ -529,12 +539,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             ValueError: the numbers of maps and tables differ.
         """
         num_tables = len(self.embedding_specs)
-        maps: list[Tensor | None] = list(index_remapping) or [None] * num_tables
-        if len(maps) != num_tables:
-            raise ValueError(f"index_remapping must have {num_tables} maps, got {len(maps)}")
+        remappings: list[Tensor | None] = list(index_remapping) or [None] * num_tables
+        if len(remappings) != num_tables:
+            raise ValueError(f"index_remapping must have {num_tables} maps, got {len(remappings)}")
         self._index_of_table = [
             None if rows is None else index_of_map(rows, is_array=use_array_for_index_remapping)
-            for rows in maps
+            for rows in remappings
         ]
         if self._lookup_modules:
             self._set_rows(self._quantized_bags())
@@ -597,12 +607,12 @@ class ScriptableLookup(nn.Module):
             indices = torch.ops.emblib.map_ids(
                 self.index, self.index_tables, self.features, indices, offsets, None
             )
-        checked = torch.ops.emblib.bounds_check(indices, offsets, self.features, None, self.check)
-        result: Tensor = torch.ops.emblib.quant_lookup(
+        repaired = torch.ops.emblib.bounds_check(indices, offsets, self.features, None, self.check)
+        output: Tensor = torch.ops.emblib.quant_lookup(
             self.packed,
             self.features,
             indices,
-            checked[0],
+            repaired[0],
             None,
             per_sample_weights,
             self.pooling,
@@ -610,7 +620,7 @@ class ScriptableLookup(nn.Module):
             self.output_dim,
             self.output_dtype,
         )
-        return result
+        return output
 
 
 def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
@@ -671,7 +681,7 @@ def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
         if row_format not in headerless_formats and not _has_header(row_format):
             raise NotImplementedError(
                 f"table {name!r}: rows of {row_format.name} are not supported; formats are INT8, "
-                f"INT4, INT2, {', '.join(k.name for k in headerless_formats)}"
+                f"INT4, INT2, {', '.join(each.name for each in headerless_formats)}"
             )
         if dim * row_format.bit_rate() % 8:
             raise ValueError(
@@ -732,12 +742,13 @@ def _check_locations(
     is_cpu = device.type == "cpu" or (
         device.type == "meta" and locations == {EmbeddingLocation.HOST}
     )
-    allowed = {EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE}
+    allowed_locations = {EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE}
     if enforce and not is_cpu:
-        allowed |= {EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING}
-    if not locations <= allowed:
+        allowed_locations |= {EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING}
+    if not locations <= allowed_locations:
         raise NotImplementedError(
-            f"tables on {device} must have location {sorted(x.name for x in allowed)}, got "
-            f"{sorted(x.name for x in locations)}: quantised tables are on the device"
+            f"tables on {device} must have location "
+            f"{sorted(each.name for each in allowed_locations)}, got "
+            f"{sorted(each.name for each in locations)}: quantised tables are on the device"
         )
     return is_cpu

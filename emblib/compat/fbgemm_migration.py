@@ -197,13 +197,11 @@ def _copy_values(
     source.flush()
     weights = zip(target.split_embedding_weights(), source.split_embedding_weights(), strict=True)
     states = zip(target.split_optimizer_states(), source.split_optimizer_states(), strict=True)
-    tensor_pairs_of_tables = [[pair] for pair in weights]
-    for tensor_pairs, (new_states, old_states) in zip(
-        tensor_pairs_of_tables, states, strict=False
-    ):  # SGD has none
-        tensor_pairs += zip(new_states, old_states, strict=True)
-    for t, tensor_pairs in enumerate(tensor_pairs_of_tables):
-        for new, old in tensor_pairs:
+    pairs_by_table = [[pair] for pair in weights]
+    for pairs, (new_states, old_states) in zip(pairs_by_table, states, strict=False):
+        pairs += zip(new_states, old_states, strict=True)  # SGD has none
+    for t, pairs in enumerate(pairs_by_table):
+        for new, old in pairs:
             values = old if rows is None else old[rows[t].to(old.device)]
             new.copy_(values.view_as(new))
     step = step_of(source)

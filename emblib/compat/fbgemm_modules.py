@@ -198,7 +198,9 @@ class Installation:
             module = ModuleType(
                 full_name, "FBGEMM's names, implemented by emblib; see docs/torchrec.md."
             )
-            is_package = any(p.startswith(f"{path}." if path else "") and p for p in contents)
+            # `path` is "" for the package fbgemm_gpu itself.
+            prefix = f"{path}." if path else ""
+            is_package = any(other and other.startswith(prefix) for other in contents)
             module.__spec__ = ModuleSpec(full_name, None, is_package=is_package)
             if is_package:
                 module.__path__ = []

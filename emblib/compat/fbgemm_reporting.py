@@ -262,13 +262,14 @@ def prefetch_passes(
             passes.
         output_tensor: `[L, ...]`.
     """
-    size = input_tensor.size(0)
+    num_ids = input_tensor.size(0)
     config = multipass_prefetch_config
-    if config is None or config.num_passes == 1 or size <= config.num_passes:
+    if config is None or config.num_passes <= 1 or num_ids <= config.num_passes:
         return [(input_tensor, output_tensor, 0)]
-    pass_size = max(-(-size // config.num_passes), config.min_splitable_pass_size)
-    starts = range(0, size, pass_size)
-    return [(input_tensor[s : s + pass_size], output_tensor[s : s + pass_size], s) for s in starts]
+    pass_size = max(-(-num_ids // config.num_passes), config.min_splitable_pass_size)
+    begins = range(0, num_ids, pass_size)
+    passes = (slice(begin, begin + pass_size) for begin in begins)
+    return [(input_tensor[ids], output_tensor[ids], ids.start) for ids in passes]
 
 
 class Timer:

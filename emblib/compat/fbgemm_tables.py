@@ -212,9 +212,9 @@ class TableViews(nn.Module):
             NotImplementedError: backward does not update the tables.
         """
         self._require_fused("get_optimizer_state")
-        extra = {"iter": self.iter} if self._state_has_iter() else {}
+        step = {"iter": self.iter} if self._state_has_iter() else {}
         return [
-            {name: states[name] for name in STATE_ORDER if name in states} | extra
+            {name: states[name] for name in STATE_ORDER if name in states} | step
             for states in self.bags.table_optimizer_states()
             if states
         ]
@@ -315,12 +315,12 @@ class TableViews(nn.Module):
                     f"{name!r}"
                 )
             memory = getattr(self.bags, targets[name])
-            expected = (memory.dtype, memory.device, (memory.numel(),))
-            actual = (buffer.dtype, buffer.device, tuple(buffer.shape))
-            if actual != expected or not buffer.is_contiguous():
+            expected_layout = (memory.dtype, memory.device, (memory.numel(),))
+            layout = (buffer.dtype, buffer.device, tuple(buffer.shape))
+            if layout != expected_layout or not buffer.is_contiguous():
                 raise AssertionError(
-                    f"preallocated_host_buffers[{name!r}] must be contiguous and of {expected}, "
-                    f"got {actual}"
+                    f"preallocated_host_buffers[{name!r}] must be contiguous and of "
+                    f"{expected_layout}, got {layout}"
                 )
         for name, buffer in buffers.items():
             memory = getattr(self.bags, targets[name])
@@ -392,17 +392,28 @@ class TableViews(nn.Module):
             buffer_ids: buffer that has the rows of each of these features, `[n]`.
 
         Raises:
-            IndexError: a row does not exist; nothing is changed.
+            IndexError: a feature, buffer or row does not exist; nothing is changed.
             NotImplementedError: backward does not update the tables.
+            ValueError: `logical_table_ids` and `buffer_ids` differ in length.
         """
         self._require_fused("reset_embedding_weight_momentum")
         weights = self.bags.table_weights()
         states = self.bags.table_optimizer_states()
-        bounds = pruned_indices_offsets.tolist()
-        pairs = zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True)
+        if logical_table_ids.shape != buffer_ids.shape:
+            raise ValueError(
+                "logical_table_ids and buffer_ids must have one entry per feature to prune, got "
+                f"{list(logical_table_ids.shape)} and {list(buffer_ids.shape)}"
+            )
+        starts = pruned_indices_offsets.tolist()
+        num_features, num_buffers = len(self.feature_table_map), len(starts) - 1
         rows_and_tables = []
-        for feature, buffer in pairs:
-            rows = pruned_indices[bounds[buffer] : bounds[buffer + 1]].long()
+        for feature, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
+            if not (0 <= feature < num_features and 0 <= buffer < num_buffers):
+                raise IndexError(
+                    f"feature {feature} or buffer {buffer} does not exist: there are "
+                    f"{num_features} features and {num_buffers} buffers"
+                )
+            rows = pruned_indices[starts[buffer] : starts[buffer + 1]].long()
             table = self.feature_table_map[feature]
             num_rows = len(weights[table])
             if bool(((rows < 0) | (rows >= num_rows)).any()):  # torch would take -1 as the last row

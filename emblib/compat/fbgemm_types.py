@@ -434,9 +434,18 @@ class VBEMetadata(NamedTuple):
             sizes: number of bags per feature and rank, `[F][ranks]`, with F and ranks >= 1; None
                 for equal numbers.
             dims: columns of each feature, `[F]`.
+
+        Raises:
+            ValueError: `sizes` is not a list of F lists of equal length, at least 1.
         """
         if sizes is None:
             return cls()
+        numbers_of_ranks = {len(sizes_of_feature) for sizes_of_feature in sizes}
+        if len(sizes) != len(dims) or len(numbers_of_ranks) != 1 or 0 in numbers_of_ranks:
+            raise ValueError(
+                f"batch_size_per_feature_per_rank must be [F][ranks], of {len(dims)} features, got "
+                f"{sizes}"
+            )
         bags = torch.tensor(sizes, device="cpu")
         elements = (bags * torch.tensor(dims, device="cpu").unsqueeze(1)).t().flatten()
         first_output = functional.pad(elements.cumsum(0), (1, 0))

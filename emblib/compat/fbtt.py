@@ -96,8 +96,8 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     num_candidates = len(str(n)) if allow_round_up else 1
     candidates = [-(-n // 10**k) * 10**k for k in range(num_candidates)]
     best = max((_most_even_factors(value, d) for value in candidates), key=_entropy)
-    low, high = best[: d // 2], best[d // 2 :]
-    pairs = itertools.zip_longest(low, high)
+    smaller_half, larger_half = best[: d // 2], best[d // 2 :]
+    pairs = itertools.zip_longest(smaller_half, larger_half)
     return [factor for pair in pairs for factor in pair if factor is not None]
 
 
@@ -110,18 +110,18 @@ def _factorisations(value: int, num_factors: int, min_factor: int) -> list[tuple
     """Return all ascending tuples of `num_factors` factors >= `min_factor` of `value`."""
     if num_factors == 1:
         return [(value,)] if value >= min_factor else []
-    divisors = (f for f in range(min_factor, math.isqrt(value) + 1) if value % f == 0)
     return [
         (factor, *other_factors)
-        for factor in divisors
-        if factor**num_factors <= value
+        for factor in range(min_factor, math.isqrt(value) + 1)
+        if value % factor == 0 and factor**num_factors <= value
         for other_factors in _factorisations(value // factor, num_factors - 1, factor)
     ]
 
 
 def _entropy(factors: Sequence[int]) -> float:
     total = sum(factors)
-    return -sum(f / total * math.log(f / total) for f in factors)
+    shares = [factor / total for factor in factors]
+    return -sum(share * math.log(share) for share in shares)
 
 
 def tt_matrix_to_full(
@@ -160,9 +160,9 @@ def tt_matrix_to_full(
     emblib_cores = []
     for k, core in enumerate(tt_cores):
         sizes = (full_ranks[k], tt_p_shapes[k], tt_q_shapes[k], full_ranks[k + 1])
-        stored = core.reshape([sizes[axis] for axis in axes])
+        stored_core = core.reshape([sizes[axis] for axis in axes])
         emblib_axes = [axes.index(axis) for axis in (1, 0, 2, 3)]
-        emblib_cores.append(stored.permute(emblib_axes).reshape(tt_p_shapes[k], -1))
+        emblib_cores.append(stored_core.permute(emblib_axes).reshape(tt_p_shapes[k], -1))
     return reference.to_dense(emblib_cores, math.prod(tt_p_shapes), tt_p_shapes, tt_q_shapes)
 
 
@@ -205,7 +205,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        init = _initializer(weight_dist)
+        initializer = _initializer(weight_dist)
         num_cores = len(tt_ranks) + 1
         row_factors, dim_factors = tt_p_shapes, tt_q_shapes
         if row_factors is None:
@@ -240,9 +240,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         if use_cache:
             num_counted_ids = num_tables * self.hashtbl_size
             cache = TTCache(self.cache_size, RowEviction.PROJECT, num_counted_ids)
-            bags = StackedCachedTTBags(specs, cache, fused_optimizer, init=init, device=device)
+            bags = StackedCachedTTBags(
+                specs, cache, fused_optimizer, init=initializer, device=device
+            )
         else:
-            bags = StackedTTBags(specs, fused_optimizer, init=init, device=device)
+            bags = StackedTTBags(specs, fused_optimizer, init=initializer, device=device)
         self.weight_dist = weight_dist
         trains: Any = bags.trains if isinstance(bags, StackedCachedTTBags) else bags
         # Registered before `bags`: `to()` moves children in this order, and `bags` reads the cores.
@@ -365,11 +367,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         if self.num_tables != 1:
             raise ValueError(f"full_weight is of one table, there are {self.num_tables}")
         cores = self._trains.cores.as_list()
-        full = tt_matrix_to_full(self.tt_p_shapes, self.tt_q_shapes, self.tt_ranks, cores)
+        rows = tt_matrix_to_full(self.tt_p_shapes, self.tt_q_shapes, self.tt_ranks, cores)
         if not isinstance(self.bags, StackedCachedTTBags):
-            return full
+            return rows
         ids = self.bags.cached_ids(0)
-        return full.index_copy(0, ids, self.bags.to_dense(0)[ids]) if len(ids) else full
+        return rows.index_copy(0, ids, self.bags.to_dense(0)[ids]) if len(ids) else rows
 
     def cache_populate(self) -> None:
         """Fill the cache with the rows that were used most so far; they stay until the next call.

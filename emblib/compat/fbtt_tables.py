@@ -74,7 +74,7 @@ class CoreViews:
         replaced or moved.
         """
         cores = self.stacked.as_list()
-        addresses = [number for core in cores for number in (id(core), core.data_ptr())]
+        addresses = [address for core in cores for address in (id(core), core.data_ptr())]
         if not self._is_in_graph and addresses == self._views[0]:
             return self._views[1]
         views_of_cores = [
@@ -128,11 +128,11 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
 
     def core_states(self) -> list[list[Tensor]]:
         """Return the states of each core, table after table, as views of the stacked ones."""
-        stacked = self.stacked_states()
+        states_by_core = self.stacked_states()
         return [
             [state[t] for state in states_of_core]
             for t in range(len(self.tables))
-            for states_of_core in stacked
+            for states_of_core in states_by_core
         ]
 
     def _mark_parameters(self) -> None:
@@ -201,15 +201,16 @@ class StateDictReader:
         target_of_name = {"cores.": f"{self._prefix}tt_cores."}
         for state in self._trains.optimizer.states:
             target_of_name[f"state_{state.name}_"] = f"{self._trains_prefix}state_{state.name}_"
-        stacked = {}
+        stacked_entries = {}
         for name, target in target_of_name.items():
             for k in range(num_cores):
                 keys = [
                     f"{self._trains_prefix}{name}{t * num_cores + k}" for t in range(num_tables)
                 ]
                 if all(key in self._entries for key in keys):
-                    stacked[f"{target}{k}"] = torch.stack([self._entries.pop(key) for key in keys])
-        self._entries.update(stacked)
+                    tensors = [self._entries.pop(key) for key in keys]
+                    stacked_entries[f"{target}{k}"] = torch.stack(tensors)
+        self._entries.update(stacked_entries)
 
     def _convert_fbtt(self) -> None:
         """Convert FBTT's entries; those that FBTT does not save are the module's own.
@@ -221,19 +222,19 @@ class StateDictReader:
         self._check_rows(self._entries.pop(f"{self._prefix}L", None))
         self._convert_states(module_entries)
         names = ("hashtbl", "cache_freq", "cache_state", "cache_weight", "cache_optimizer_state")
-        saved = {name: self._entries.pop(f"{self._prefix}{name}", None) for name in names}
-        self._convert_cache(module_entries, saved)
+        saved_tensors = {name: self._entries.pop(f"{self._prefix}{name}", None) for name in names}
+        self._convert_cache(module_entries, saved_tensors)
         self._entries.update(module_entries)
 
-    def _check_rows(self, saved: Tensor | None) -> None:
+    def _check_rows(self, saved_rows: Tensor | None) -> None:
         """Add an error if FBTT's `L`, the rows per row of each core, differs from the module's."""
         factors = self._trains.tables[0].row_factors
         rows_per_core_row = [math.prod(factors[k + 1 :]) for k in range(len(factors))]
-        if saved is not None and saved.tolist() != rows_per_core_row:
+        if saved_rows is not None and saved_rows.tolist() != rows_per_core_row:
             self._errors.append(
-                f"{self._prefix}L: the cores are of other row factors, {saved.tolist()} rows share "
-                f"a row of each core there and {rows_per_core_row} here: give the tt_p_shapes of "
-                "the module that was saved"
+                f"{self._prefix}L: the cores are of other row factors, {saved_rows.tolist()} rows "
+                f"share a core row there and {rows_per_core_row} here: give the tt_p_shapes "
+                "of the module that was saved"
             )
 
     def _convert_states(self, module_entries: MutableMapping[str, Any]) -> None:
@@ -244,12 +245,12 @@ class StateDictReader:
         has_sums = [state.name for state in self._trains.optimizer.states] == ["sum"]
         for k, states in enumerate(self._trains.stacked_states()):
             name = f"{self._prefix}optimizer_state.optimizer_state{k}"
-            saved = self._entries.pop(name, None)
-            if saved is None or not saved.numel():
+            saved_sums = self._entries.pop(name, None)
+            if saved_sums is None or not saved_sums.numel():
                 continue
-            if has_sums and saved.shape == states[0].shape:
-                module_entries[f"{self._trains_prefix}state_sum_{k}"] = saved
-            elif saved.count_nonzero():
+            if has_sums and saved_sums.shape == states[0].shape:
+                module_entries[f"{self._trains_prefix}state_sum_{k}"] = saved_sums
+            elif saved_sums.count_nonzero():
                 self._errors.append(
                     f"{name}: FBTT's states are Adagrad's, whatever its optimizer is called, and "
                     f"this module's optimizer is {self._trains.optimizer!r}: construct it with "
@@ -257,10 +258,11 @@ class StateDictReader:
                 )
 
     def _convert_cache(
-        self, module_entries: MutableMapping[str, Any], saved: Mapping[str, Tensor | None]
+        self, module_entries: MutableMapping[str, Any], saved_tensors: Mapping[str, Tensor | None]
     ) -> None:
         """Convert the counts and rows of the cache; without rows the cache is empty afterwards."""
-        ids, slots, rows = saved["hashtbl"], saved["cache_state"], saved["cache_weight"]
+        ids, slots = saved_tensors["hashtbl"], saved_tensors["cache_state"]
+        rows = saved_tensors["cache_weight"]
         counted_ids = (
             torch.zeros(0, dtype=torch.int64, device="cpu") if ids is None else ids[ids >= 0].cpu()
         )
@@ -285,7 +287,7 @@ class StateDictReader:
             self._cached_bags.key_of_row, -1
         )
         counts_prefix = f"{self._bags_prefix}counts."
-        uses = saved["cache_freq"]
+        uses = saved_tensors["cache_freq"]
         module_entries[f"{counts_prefix}keys"] = counted_ids
         module_entries[f"{counts_prefix}values"] = torch.zeros(len(counted_ids), 1, device="cpu")
         module_entries[f"{counts_prefix}stamps"] = torch.zeros_like(counted_ids)
@@ -304,7 +306,7 @@ class StateDictReader:
                 module_entries[f"{table_prefix}{name}"] = (
                     rows if name == "weight" else view.new_zeros(shape)
                 )
-            sums, sums_name = saved["cache_optimizer_state"], f"{table_prefix}sum"
+            sums, sums_name = saved_tensors["cache_optimizer_state"], f"{table_prefix}sum"
             if (
                 sums is not None
                 and sums_name in module_entries
@@ -315,20 +317,20 @@ class StateDictReader:
     def _check_layout(self) -> None:
         """Add an error if cores have another shape, or are those of another tensor train."""
         for k, core in enumerate(self._trains.stacked.as_list()):
-            saved = self._entries.get(f"{self._prefix}tt_cores.{k}")
-            if saved is not None and saved.shape != core.shape:
+            saved_core = self._entries.get(f"{self._prefix}tt_cores.{k}")
+            if saved_core is not None and saved_core.shape != core.shape:
                 self._errors.append(
                     f"{self._prefix}tt_cores.{k}: it must be {list(core.shape)}, tables first, got "
-                    f"{list(saved.shape)}"
+                    f"{list(saved_core.shape)}"
                 )
-        saved, layout = (
+        saved_layout, layout = (
             self._entries.get(self._trains_prefix + LAYOUT),
             self._trains.tt_layout.cpu(),
         )
-        if saved is not None and not torch.equal(saved.cpu(), layout):
+        if saved_layout is not None and not torch.equal(saved_layout.cpu(), layout):
             self._errors.append(
                 f"{self._trains_prefix}{LAYOUT}: the cores are of another tensor train, rows, dim, "
-                f"row factors, dim factors and ranks are {saved.tolist()} there and "
+                f"row factors, dim factors and ranks are {saved_layout.tolist()} there and "
                 f"{layout.tolist()} here"
             )
 

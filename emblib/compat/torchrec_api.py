@@ -73,7 +73,7 @@ def find_implementations() -> dict[str, Any]:
         if name in _IMPLEMENTATION_OF_NAME:
             values_by_name[name] = _IMPLEMENTATION_OF_NAME[name]
             continue
-        source = next((m for m in _IMPLEMENTING_MODULES if name in vars(m)), None)
+        source = next((module for module in _IMPLEMENTING_MODULES if name in vars(module)), None)
         if source is not None and name not in RAISES:
             values_by_name[name] = vars(source)[name]
     return values_by_name

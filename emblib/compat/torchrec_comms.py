@@ -111,7 +111,8 @@ class QuantizedCommCodecs:
 
     def precision(self) -> CommPrecision:
         """Return emblib's codecs of both directions."""
-        return CommPrecision(*(getattr(c, "native", c) for c in (self.forward, self.backward)))
+        both_codecs = (self.forward, self.backward)
+        return CommPrecision(*(getattr(codec, "native", codec) for codec in both_codecs))
 
 
 Registry = dict[str, QuantizedCommCodecs]

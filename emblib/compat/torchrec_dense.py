@@ -32,8 +32,8 @@ class SwishLayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the scaled input, in its shape."""
-        scaled: Tensor = input * self.norm(input)
-        return scaled
+        output: Tensor = input * self.norm(input)
+        return output
 
 
 class Perceptron(nn.Module):

@@ -6,6 +6,7 @@ group must construct and call them.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
@@ -156,7 +157,7 @@ class KJTAllToAll(nn.Module):
         ]
         pending = start_all_to_all(
             torch.tensor(header, device=batch.device()),
-            [3 + n for n in self._splits],
+            [3 + split for split in self._splits],
             [3 + num_features] * ranks.size,
             ranks,
             content=Content.SIZES,
@@ -187,10 +188,11 @@ class KJTAllToAll(nn.Module):
             for rank_batch in rank_batches
         ]
         received_sizes = [
-            num_features * stride + n for stride, n in zip(strides, num_ids_of_ranks, strict=True)
+            num_features * stride + num_ids
+            for stride, num_ids in zip(strides, num_ids_of_ranks, strict=True)
         ]
-        sent = torch.cat(message_parts) if message_parts else batch.values()[:0]
-        values = start_all_to_all(sent, sent_sizes, received_sizes, ranks, content=Content.IDS)
+        message = torch.cat(message_parts) if message_parts else batch.values()[:0]
+        values = start_all_to_all(message, sent_sizes, received_sizes, ranks, content=Content.IDS)
         values.wait()  # over one group, collectives of the host follow each other
         weights = None
         if batch.weights_or_none() is not None:
@@ -206,59 +208,59 @@ class KJTAllToAll(nn.Module):
         return DeferredAwaitable(partial(_to_feature_major, keys, sizes_of_ranks, values, weights))
 
 
-def _check_item_nbytes(by_rank: Sequence[Sequence[int]]) -> None:
+def _check_item_nbytes(nbytes_by_rank: Sequence[Sequence[int]]) -> None:
     """Raise RuntimeError unless all ranks have the same bytes per id and per weight.
 
-    `by_rank` has both numbers for each rank, 0 bytes for no weights.
+    `nbytes_by_rank` has both numbers for each rank, 0 bytes for no weights.
     """
-    if any(item_nbytes != by_rank[0] for item_nbytes in by_rank):
-        texts = [
+    if any(item_nbytes != nbytes_by_rank[0] for item_nbytes in nbytes_by_rank):
+        rank_texts = [
             f"rank {rank}: ids of {8 * id_nbytes} bits, "
             + (f"weights of {8 * weight_nbytes} bits" if weight_nbytes else "no weights")
-            for rank, (id_nbytes, weight_nbytes) in enumerate(by_rank)
+            for rank, (id_nbytes, weight_nbytes) in enumerate(nbytes_by_rank)
         ]
         raise RuntimeError(
             "ids and weights must have the same dtypes on all ranks, and weights must be on all or "
-            f"none; got {'; '.join(texts)}"
+            f"none; got {'; '.join(rank_texts)}"
         )
 
 
 def _to_feature_major(
-    keys: list[str], messages: list[list[int]], values: Any, weights: Any
+    keys: list[str], sizes_of_ranks: list[list[int]], values: Any, weights: Any
 ) -> KeyedJaggedTensor:
     """Return a batch from rank-major messages of lengths and ids.
 
     Args:
         keys: features of this rank.
-        messages: number of bags per feature, then numbers of ids of each feature, for each rank.
+        sizes_of_ranks: number of bags per feature, then numbers of ids of each feature, of each
+            rank.
         values: awaitable of the received lengths and ids.
         weights: awaitable of the received weights; None if batches have none.
     """
-    strides, num_ids_of_ranks = [row[0] for row in messages], [row[1:] for row in messages]
+    strides = [row[0] for row in sizes_of_ranks]
+    num_ids_of_ranks = [row[1:] for row in sizes_of_ranks]
     num_features = len(keys)
     segment_sizes = [
-        n
+        size
         for stride, row in zip(strides, num_ids_of_ranks, strict=True)
-        for n in [stride] * num_features + row
+        for size in [stride] * num_features + row
     ]
     segments = list(values.wait().split(segment_sizes))
-    weight_segments = (
-        None
-        if weights is None
-        else list(
-            weights.wait().split([n for rank_num_ids in num_ids_of_ranks for n in rank_num_ids])
-        )
-    )
+    weight_segments = None
+    if weights is not None:
+        weight_segments = list(weights.wait().split(list(itertools.chain(*num_ids_of_ranks))))
 
     def join_by_feature(
         first_segment: int, segments_per_rank: int, tensors: Sequence[Tensor]
     ) -> Tensor:
-        ordered = [
+        feature_major = [
             tensors[rank * segments_per_rank + first_segment + feature]
             for feature in range(num_features)
-            for rank in range(len(messages))
+            for rank in range(len(sizes_of_ranks))
         ]
-        return torch.cat(ordered) if ordered else tensors[0][:0] if tensors else values.wait()
+        if feature_major:
+            return torch.cat(feature_major)
+        return tensors[0][:0] if tensors else values.wait()
 
     return KeyedJaggedTensor(
         keys,
@@ -333,8 +335,8 @@ class KJTOneToAll(nn.Module):
             return KJTList(parts)
         return KJTList(
             [
-                part.to(rank_device(self._device_type, r), non_blocking=True)
-                for r, part in enumerate(parts)
+                part.to(rank_device(self._device_type, rank), non_blocking=True)
+                for rank, part in enumerate(parts)
             ]
         )
 

@@ -112,20 +112,20 @@ class Fallback:
         path = f"{self._library}.{module}" if module else self._library
         if self.find_spec(f"{path}.{name}") is not None:
             return importlib.import_module(f"{path}.{name}")
-        raising = self._raising_names.get((path, name))
+        raising_value = self._raising_names.get((path, name))
         try:
-            copy = self._execute_copy(path)
+            copied_module = self._execute_copy(path)
         except FallbackError:
-            if raising is None:
+            if raising_value is None:
                 raise
-            return raising
-        if raising is not None and (copy is None or name not in vars(copy)):
-            return raising
-        if copy is None or name not in vars(copy):
+            return raising_value
+        if copied_module is None or name not in vars(copied_module):
+            if raising_value is not None:
+                return raising_value
             raise AttributeError(
                 f"neither emblib nor {self._library} has {module}.{name}", name=name
             )
-        return vars(copy)[name]
+        return vars(copied_module)[name]
 
     def _execute_copy(self, name: str) -> ModuleType | None:
         """Execute the library's file of a module as a copy under another name, once.

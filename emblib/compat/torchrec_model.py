@@ -61,9 +61,11 @@ def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
 
 def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
     """Return the sharder for the most specific class of `module`; None if no sharder takes it."""
-    candidates = [s for s in sharders if isinstance(module, s.module_type)]
+    candidates = [sharder for sharder in sharders if isinstance(module, sharder.module_type)]
     base_classes = type(module).__mro__
-    return min(candidates, key=lambda s: base_classes.index(s.module_type), default=None)
+    return min(
+        candidates, key=lambda sharder: base_classes.index(sharder.module_type), default=None
+    )
 
 
 def shard(
@@ -142,14 +144,17 @@ def shard_modules(
     sharders = default_sharders() if sharders is None else list(sharders)
     if plan is None and env.is_local:
         plan = local_plan(module, env.world_size)
-        trained_collections = {
-            p: m for p, m in collections_of(module).items() if p not in plan.plan
-        }
+        trained_collections: Any = collections_of(module)
         for path, collection in trained_collections.items():
-            shardings = {c.name: sharding.table_wise(0) for c in collection.configs}  # type: ignore[union-attr]
+            if path in plan.plan:
+                continue
+            shardings = {config.name: sharding.table_wise(0) for config in collection.configs}
             native = sharding.construct_module_plan(collection, shardings, World(1, 1))
             plan.plan[path] = EmbeddingModuleShardingPlan(
-                {name: ParameterSharding.of(t, "fused", "cpu") for name, t in native.items()}
+                {
+                    name: ParameterSharding.of(table, "fused", "cpu")
+                    for name, table in native.items()
+                }
             )
     elif plan is None:
         planner = EmbeddingShardingPlanner()
@@ -336,8 +341,8 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         def check_arguments() -> tuple[
             Optimizer | None, CommPrecision | None, sharding.ShardingPlan | None
         ]:
-            optimizer = _common_setting([s.optimizer for s in sharders])
-            comm_precision = _common_setting([s.comm_precision for s in sharders])
+            optimizer = _common_setting([sharder.optimizer for sharder in sharders])
+            comm_precision = _common_setting([sharder.comm_precision for sharder in sharders])
             return (
                 optimizer,
                 comm_precision,
@@ -462,11 +467,11 @@ def _common_setting(settings: Sequence[Any]) -> Any:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError if an option that emblib's pipelines do not have is set."""
-    set_options = sorted(name for name, value in options.items() if value)
-    if set_options:
+    passed_options = sorted(name for name, value in options.items() if value)
+    if passed_options:
         raise ValueError(
-            f"{', '.join(set_options)} must be left out: the pipelines of emblib neither compile "
-            f"nor rewrite the model, and free batches when they are trained. {RUN_TORCHREC_ITSELF}"
+            f"{', '.join(passed_options)} must be left out: emblib's pipelines neither compile nor "
+            f"rewrite the model, and free batches when they are trained. {RUN_TORCHREC_ITSELF}"
         )
 
 

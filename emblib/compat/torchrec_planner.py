@@ -183,7 +183,7 @@ class ParameterConstraints:
         """
         types = None
         if self.sharding_types is not None:
-            values = (ShardingType(t).value for t in self.sharding_types)
+            values = (ShardingType(value).value for value in self.sharding_types)
             types = tuple(map(sharding.ShardingType, values))
         if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
             raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
@@ -195,7 +195,7 @@ class ParameterConstraints:
             options["min_partition"] = self.min_partition
         return planner.TableConstraints(
             sharding_types=types,
-            storages=tuple(storages[k] for k in kernels if k in storages),
+            storages=tuple(storages[kernel] for kernel in kernels if kernel in storages),
             pooling_factor=factors[0] if len(factors) == 1 else factors,
             batch_size=self.batch_sizes[0] if self.batch_sizes else None,
             **options,
@@ -298,7 +298,7 @@ class EmbeddingEnumerator:
         **others: Any,
     ) -> None:
         estimators = estimator if isinstance(estimator, Sequence) else [estimator]
-        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in estimators):
+        if any(not isinstance(each, EmbeddingPerfEstimator | None) for each in estimators):
             others["estimator"] = estimator
         if unsupported := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(
@@ -459,10 +459,11 @@ class EmbeddingShardingPlanner:
     def _plan_natively(
         self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
-        def with_forced_storage(work: planner.TableWorkload) -> planner.TableWorkload:
-            storage = self._forced_storages.get(work.config.name, work.config.storage)
+        def with_forced_storage(workload: planner.TableWorkload) -> planner.TableWorkload:
+            config = workload.config
+            storage = self._forced_storages.get(config.name, config.storage)
             return dataclasses.replace(
-                work, config=dataclasses.replace(work.config, storage=storage)
+                workload, config=dataclasses.replace(config, storage=storage)
             )
 
         plan = plan_with_report(native_planner, module, sharders, with_forced_storage)

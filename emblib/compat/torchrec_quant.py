@@ -116,10 +116,10 @@ class _Quantised:
             _with_data_type(config, dtype_of_table.get(config.name, weight_dtype))
             for config in module.configs
         ]
-        option = {cls._option_name: getattr(module, cls._option_name)()}
+        options = {cls._option_name: getattr(module, cls._option_name)()}
         quantised_class: Any = cls
         quantised = without_initial_values(quantised_class)(
-            configs, device=module.device, output_dtype=output_dtype, **option
+            configs, device=module.device, output_dtype=output_dtype, **options
         )
         quantised.copy_rows(module)
         return quantised
@@ -284,8 +284,8 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         configs_by_module: dict[nn.Module, Any] = {}
         for part in self.parts:
             groups: Any = part.groups
-            for info in groups.groups:
-                configs_by_module[info.module] = [groups.slices[s].config for s in info.slices]
+            for group in groups.groups:
+                configs_by_module[group.module] = [groups.slices[i].config for i in group.slices]
         return configs_by_module
 
     def copy(self, device: torch.device) -> Any:
@@ -455,9 +455,8 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
             )
     bytes_of_devices = [0] * world_size
     plans: dict[str, dict[str, ParameterSharding]] = {path: {} for path in collections}
-    for (path, name), table_bytes in sorted(
-        bytes_of_tables.items(), key=lambda item: (-item[1], item[0])
-    ):
+    largest_first = sorted(bytes_of_tables.items(), key=lambda item: (-item[1], item[0]))
+    for (path, name), table_bytes in largest_first:
         device_number = bytes_of_devices.index(min(bytes_of_devices))
         bytes_of_devices[device_number] += table_bytes
         plans[path][name] = ParameterSharding(
@@ -532,7 +531,7 @@ def quantize_embeddings(
     module = module if inplace else deepcopy(module)
 
     def quantise(submodule: nn.Module) -> nn.Module | None:
-        float_class = next((c for c in mapping if isinstance(submodule, c)), None)
+        float_class = next((cls for cls in mapping if isinstance(submodule, cls)), None)
         if float_class is None or type(submodule) in mapping.values():
             return None
         submodule.qconfig = qconfig  # type: ignore[assignment]
@@ -630,7 +629,7 @@ class PredictModule(nn.Module):
         """Run `predict_forward` in inference mode, with the model's GPU as the current one."""
         if self._device is None:
             tensors = (*self._module.parameters(), *self._module.buffers())
-            self._device = next((t.device for t in tensors), torch.device("cpu"))
+            self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         with torch.inference_mode():
             if self._device.type == "cpu":
                 return self.predict_forward(batch)

@@ -148,12 +148,12 @@ class ScriptKeyedJaggedTensor:
     def offset_per_key(self) -> list[int]:
         """Return the position of the first value of each feature, and the number of values."""
         offsets = self.offsets()  # type: ignore[misc]
-        return [int(offsets[n * self._stride]) for n in range(len(self._keys) + 1)]
+        return [int(offsets[i * self._stride]) for i in range(len(self._keys) + 1)]
 
     def length_per_key(self) -> list[int]:
         """Return the number of values of each feature."""
         offsets = self.offset_per_key()
-        return [offsets[n + 1] - offsets[n] for n in range(len(self._keys))]
+        return [offsets[i + 1] - offsets[i] for i in range(len(self._keys))]
 
     def split(self, segments: list[int]) -> List["KeyedJaggedTensor"]:  # noqa: UP006
         """Return a batch for each entry of `segments`, the number of consecutive features in it."""
@@ -311,10 +311,10 @@ def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[
 def _regroup_as_dict(
     keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
 ) -> dict[str, Tensor]:
-    grouped: dict[str, Tensor] = {}
+    values_by_key: dict[str, Tensor] = {}
     for key, values in zip(keys, _regroup(keyed_tensors, groups)):  # noqa: B905 (TorchScript)
-        grouped[key] = values
-    return grouped
+        values_by_key[key] = values
+    return values_by_key
 
 
 # Pairs: a static method or function, and the function that TorchScript compiles instead.
@@ -336,18 +336,18 @@ def register_classes() -> None:
     """Make TorchScript compile the classes and functions above instead of emblib's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
-        for replaced, script_class in (
+        for emblib_class, script_class in (
             (JaggedTensor, ScriptJaggedTensor),
             (KeyedJaggedTensor, ScriptKeyedJaggedTensor),
             (KeyedTensor, ScriptKeyedTensor),
         ):
             compiled = torch._C._jit_script_class_compile(  # noqa: SLF001 (a module of torch)
-                _jit_internal._qualified_name(replaced),  # noqa: SLF001 (a module of torch)
-                torch.jit.frontend.get_jit_class_def(script_class, replaced.__name__),
+                _jit_internal._qualified_name(emblib_class),  # noqa: SLF001 (a module of torch)
+                torch.jit.frontend.get_jit_class_def(script_class, emblib_class.__name__),
                 torch.jit.frontend.get_default_args_for_class(script_class),
                 _jit_internal.createResolutionCallbackForClassMethods(script_class),
             )
-            torch.jit._state._add_script_class(replaced, compiled)  # noqa: SLF001 (a module of torch)
+            torch.jit._state._add_script_class(emblib_class, compiled)  # noqa: SLF001 (a module of torch)
         for function, script_function in _FUNCTIONS:
             compiled = torch.jit.script(script_function)
             torch.jit._state._set_jit_function_cache(function, compiled)  # noqa: SLF001
@@ -685,7 +685,7 @@ class _LeafParent(nn.Module):
 
 def _resolve_types(graph: torch.fx.Graph, root: Any) -> None:
     """Evaluate types of nodes that are strings, because of `from __future__ import annotations`."""
-    nodes = [n for n in graph.nodes if isinstance(n.type, str)]
+    nodes = [node for node in graph.nodes if isinstance(node.type, str)]
     if not nodes:
         return
     function = root.forward if isinstance(root, nn.Module) else root

@@ -205,7 +205,7 @@ def fuse_embedding_optimizer(
     collection_classes = (
         emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
     )
-    collections = [m for m in model.modules() if isinstance(m, collection_classes)]
+    collections = [module for module in model.modules() if isinstance(module, collection_classes)]
     params = [parameter for collection in collections for parameter in collection.parameters()]
     apply_optimizer_in_backward(optimizer_type, params, optimizer_kwargs)
     fused_class_of = {

@@ -203,10 +203,10 @@ class CacheParams:
 
     def __post_init__(self) -> None:
         names = ("reserved_memory", "precision", "stats", "multipass_prefetch_config")
-        set_options = [name for name in names if getattr(self, name) is not None]
-        if set_options:
+        passed_options = [name for name in names if getattr(self, name) is not None]
+        if passed_options:
             raise ValueError(
-                f"{', '.join(set_options)} of CacheParams must be None: give the table "
+                f"{', '.join(passed_options)} of CacheParams must be None: give the table "
                 "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
                 f"options (any cache may be prefetched). {RUN_TORCHREC_ITSELF}"
             )
@@ -234,13 +234,13 @@ def refuse_table_options(owner: str, values: Mapping[str, Any]) -> None:
         values: values of options, by names that `WAYS_OUT` has.
     """
     # Compared by `is`: a mode may have the value 0.
-    set_options = [
+    passed_options = [
         name for name, value in values.items() if value is not None and value is not False
     ]
-    if set_options:
-        ways_out = "; ".join(f"{name}: {WAYS_OUT[name]}" for name in set_options)
+    if passed_options:
+        ways_out = "; ".join(f"{name}: {WAYS_OUT[name]}" for name in passed_options)
         raise ValueError(
-            f"{', '.join(set_options)} of {owner} must be left out here. {ways_out}. "
+            f"{', '.join(passed_options)} of {owner} must be left out here. {ways_out}. "
             f"{RUN_TORCHREC_ITSELF}"
         )
 
@@ -293,9 +293,8 @@ class ParameterSharding:
         for name in ("sharding_type", "compute_kernel"):
             setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
         names = ("enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
-        refuse_table_options(
-            "ParameterSharding", {n: getattr(self, n) for n in (*names, "key_value_params")}
-        )
+        values = {name: getattr(self, name) for name in (*names, "key_value_params")}
+        refuse_table_options("ParameterSharding", values)
 
     def to_emblib(self) -> sharding.ParameterSharding:
         """Return emblib's form of the sharding.
@@ -337,7 +336,7 @@ class ParameterSharding:
             device_type: type of the devices of the ranks, for the placements of shards.
         """
         if table.is_replicated:
-            converted = cls(table.type.value, kernel)
+            torchrec_form = cls(table.type.value, kernel)
         else:
             shards = [
                 ShardMetadata(
@@ -348,11 +347,11 @@ class ParameterSharding:
                 for shard in table.shards
             ]
             ranks = [shard.rank for shard in table.shards]
-            converted = cls(
+            torchrec_form = cls(
                 _torchrec_type_name(table), kernel, ranks, EnumerableShardingSpec(shards)
             )
-        converted.set_storage(table.storage)
-        return converted
+        torchrec_form.set_storage(table.storage)
+        return torchrec_form
 
     def set_storage(self, storage: Any) -> None:
         """Set kernel and cache params to those of a storage; keep them if it has no kernel."""
@@ -373,11 +372,13 @@ def _torchrec_type_name(table: sharding.ParameterSharding) -> str:
 
 def _to_shard(shard: Any) -> Shard:
     """Convert a `ShardMetadata`; in torch's class of this name, the placement is an object."""
-    (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+    first_row, first_column = shard.shard_offsets
+    num_rows, num_columns = shard.shard_sizes
     placement = shard.placement
     placement_text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
     rank = int(placement_text.removeprefix("rank:").partition("/")[0])
-    return Shard(rank, (row, row + rows), (column, column + columns))
+    rows = (first_row, first_row + num_rows)
+    return Shard(rank, rows, (first_column, first_column + num_columns))
 
 
 class EmbeddingModuleShardingPlan(ModuleShardingPlan, dict[str, ParameterSharding]):
@@ -556,8 +557,10 @@ def column_wise(
         raise ValueError("column_wise needs ranks or size_per_rank")
     if size_per_rank is None:
         return ShardingRule(sharding.column_wise(ranks), compute_kernel)
-    owners = list(range(len(size_per_rank))) if ranks is None else list(ranks)
-    return ShardingRule(sharding.column_wise(owners, sizes=list(size_per_rank)), compute_kernel)
+    column_ranks = list(range(len(size_per_rank))) if ranks is None else list(ranks)
+    return ShardingRule(
+        sharding.column_wise(column_ranks, sizes=list(size_per_rank)), compute_kernel
+    )
 
 
 def table_row_wise(host_index: int, compute_kernel: str | None = None) -> ShardingRule:
@@ -612,8 +615,8 @@ def construct_module_sharding_plan(
         ValueError: tables are missing or unknown, or a sharding does not fit a table or the ranks.
     """
     ranks = RankGroup() if world_size is None or local_size is None else None
-    size = world_size or (ranks.size if ranks else 1)
-    world = World(size, local_size or (ranks.local_size if ranks else size))
+    num_ranks = world_size or (ranks.size if ranks else 1)
+    world = World(num_ranks, local_size or (ranks.local_size if ranks else num_ranks))
     device = device_type or (str(ranks.device.type) if ranks else "cpu")
     for name, sharding_rule in per_param_sharding.items():
         if not hasattr(sharding_rule, "rule"):
@@ -639,7 +642,10 @@ def plan_of(plan: sharding.ShardingPlan, device_type: str, report: str = "") -> 
     fused = EmbeddingComputeKernel.FUSED.value
     modules = {
         path: EmbeddingModuleShardingPlan(
-            {name: ParameterSharding.of(t, fused, device_type) for name, t in tables.items()}
+            {
+                name: ParameterSharding.of(table, fused, device_type)
+                for name, table in tables.items()
+            }
         )
         for path, tables in plan.modules.items()
     }

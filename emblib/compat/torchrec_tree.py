@@ -142,7 +142,7 @@ class Installation:
 
     def __init__(self, modules: Mapping[str, ModuleType]) -> None:
         self._modules = {
-            f"{TORCHREC}.{path}" if path else TORCHREC: m for path, m in modules.items()
+            f"{TORCHREC}.{path}" if path else TORCHREC: module for path, module in modules.items()
         }
         self._fallback: Fallback | None = None
 

@@ -199,12 +199,13 @@ class _Config:
         unsupported = {
             option: options.pop(option) for option in _REMEDY_BY_OPTION if option in options
         }
-        set_options = [
+        passed_options = [
             option for option, value in unsupported.items() if value not in (None, False)
         ]
-        if set_options:
+        if passed_options:
             ways_out = "; ".join(
-                f"{option} is not supported: {_REMEDY_BY_OPTION[option]}" for option in set_options
+                f"{option} is not supported: {_REMEDY_BY_OPTION[option]}"
+                for option in passed_options
             )
             raise ValueError(f"{ways_out}. {RUN_TORCHREC_ITSELF}")
         is_quantised = data_type in _BITS

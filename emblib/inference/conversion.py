@@ -102,7 +102,7 @@ def _float_tables(source: Any) -> FloatTables:
         return FloatTables.from_source(source)
     blocks: Any = source  # yields rows as tensor trains do, stored ones included
     return FloatTables(
-        [TableSpec(s.rows, s.dim, s.name) for s in source.tables],
+        [TableSpec(spec.rows, spec.dim, spec.name) for spec in source.tables],
         blocks,
         source.pooling,
         source.feature_tables,

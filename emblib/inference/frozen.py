@@ -35,9 +35,9 @@ from emblib.storage import kinds
 from emblib.tables import QuantizedEmbeddingBags, RowFormat, TableBatchedTTEmbeddingBags
 from emblib.tables.quantized import Formats
 
-_ROWS, _TRAINS, _COLLECTION = "rows", "tensor_trains", "collection"  # kinds of files
+_ROWS_KIND, _TRAINS_KIND, _COLLECTION_KIND = "rows", "tensor_trains", "collection"  # kinds of files
 # Other kinds of files, so that versions that cannot read composed tables refuse them.
-_COMPOSED = {_ROWS: "composed_rows", _COLLECTION: "collection_with_composed_rows"}
+_COMPOSED_KINDS = {_ROWS_KIND: "composed_rows", _COLLECTION_KIND: "collection_with_composed_rows"}
 
 Frozen = (
     ReadOnly
@@ -83,15 +83,15 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
     """
     if isinstance(source, TableBatchedTTEmbeddingBags) and formats is None:
         cores = {f"core {k}": core.detach() for k, core in enumerate(source.cores)}
-        frozen_file.write(path, _TRAINS, _trains_config(source), cores)
+        frozen_file.write(path, _TRAINS_KIND, _trains_config(source), cores)
         return
     served = source if _is_read_only(source) and formats is None else for_inference(source, formats)
     if isinstance(served, InferenceCollection):
-        kind, parts, content = _COLLECTION, [*served.parts], _collection_content(served)
+        kind, parts, content = _COLLECTION_KIND, [*served.parts], _collection_content(served)
     else:
-        kind, parts, content = _ROWS, [served], _tables_content(served)
+        kind, parts, content = _ROWS_KIND, [served], _tables_content(served)
     is_composed = any(isinstance(part, ComposedEmbeddingBags) for part in parts)
-    frozen_file.write(path, _COMPOSED[kind] if is_composed else kind, *content)
+    frozen_file.write(path, _COMPOSED_KINDS[kind] if is_composed else kind, *content)
 
 
 def _is_read_only(source: Any) -> bool:
@@ -130,11 +130,11 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
     check_bool("verify", verify)
     content = frozen_file.read(path, verify=verify)
     with torch.device("cpu"):  # whatever torch's default device is
-        if content.kind == _TRAINS:
+        if content.kind == _TRAINS_KIND:
             return _open_trains(content.config, content.tensors)
-        if content.kind in (_COLLECTION, _COMPOSED[_COLLECTION]):
+        if content.kind in (_COLLECTION_KIND, _COMPOSED_KINDS[_COLLECTION_KIND]):
             return _open_collection(content.config, content.tensors)
-        if content.kind in (_ROWS, _COMPOSED[_ROWS]):
+        if content.kind in (_ROWS_KIND, _COMPOSED_KINDS[_ROWS_KIND]):
             return _open_tables(content.config, content.tensors)
     raise ValueError(f"{path} has tables of an unknown kind, {content.kind!r}")
 

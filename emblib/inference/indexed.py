@@ -74,9 +74,9 @@ class RowIndex:
         if keys.unique().numel() != keys.numel():
             raise ValueError(f"keys must be distinct, got {keys.numel()} with duplicates")
         rows = torch.arange(keys.numel(), device=keys.device)
-        entries, bits = quant.hash_entries(keys, rows)
+        entries, hash_bits = quant.hash_entries(keys, rows)
         size = entries.size(0)
-        return cls(IndexKind.HASH, entries.flatten(), size, bits, num_ids, missing, fallback)
+        return cls(IndexKind.HASH, entries.flatten(), size, hash_bits, num_ids, missing, fallback)
 
     @classmethod
     def of_mask(cls, keep: Tensor) -> "RowIndex":
@@ -161,10 +161,12 @@ class InferenceEmbeddingBags(nn.Module):
         ]
         self.register_buffer("index", memory)
         self.register_buffer("index_tables", feature_rows.to(device))
-        shared = [(-1, 0) if x is None else (x.missing, x.fallback) for x in indexes]
-        self._has_fallback = any(count for _, count in shared)
+        ranges_by_table = [
+            (-1, 0) if index is None else (index.missing, index.fallback) for index in indexes
+        ]
+        self._has_fallback = any(count for _, count in ranges_by_table)
         shared_rows = torch.tensor(
-            [shared[table] for table in rows.feature_tables], device="cpu"
+            [ranges_by_table[table] for table in rows.feature_tables], device="cpu"
         ).view(-1, 2)
         self.register_buffer("shared_rows", shared_rows.to(device), persistent=False)
         self.indexes = self._bind_indexes()
@@ -254,8 +256,8 @@ class InferenceEmbeddingBags(nn.Module):
             RuntimeError: the state dict has another index.
         """
         for name in ("index", "index_tables"):
-            saved, current = state_dict.get(prefix + name), getattr(self, name)
-            if saved is not None and not torch.equal(saved.to(current.device), current):
+            tensor, saved_tensor = getattr(self, name), state_dict.get(prefix + name)
+            if saved_tensor is not None and not torch.equal(saved_tensor.to(tensor.device), tensor):
                 raise RuntimeError(
                     f"{prefix}{name}: the state dict is of tables with another index; freeze() and "
                     "open_frozen() keep rows and index together"
@@ -349,14 +351,14 @@ def prune(
 def _mask_of(
     tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """Return the checked mask of a table, bool `[rows]`, on the device of its rows."""
+    """Return the checked mask of a table, bool `[num_rows]`, on the device of its rows."""
     name = tables.table_names[table]
     if name not in keep:
         return None
-    mask, rows = keep[name], tables.tables[table].rows
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (rows,):
+    mask, num_rows = keep[name], tables.tables[table].rows
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (num_rows,):
         kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else repr(type(mask))
-        raise ValueError(f"the mask of table {name!r} must be bool [{rows}], got {kind}")
+        raise ValueError(f"the mask of table {name!r} must be bool [{num_rows}], got {kind}")
     if not bool(mask.any()):
         raise ValueError(f"table {name!r} must keep at least one row")
     return mask.to(tables.packed.device)

@@ -224,8 +224,8 @@ class InferenceCollection(nn.Module):
         total: dict[str, int] = {}
         for module in self.parts:
             any_part: Any = module
-            for name, count in any_part.nbytes().items():
-                total[name] = total.get(name, 0) + count
+            for name, num_bytes in any_part.nbytes().items():
+                total[name] = total.get(name, 0) + num_bytes
         return total
 
     def _part_batches(self, features: Any) -> Iterator[tuple[Any, list[int], KeyedJaggedTensor]]:
@@ -381,7 +381,7 @@ def convert(
         dtype, device = source.groups.output_dtype, source.device
     parts = []
     for (pooling, *_), tables in groups.items():
-        positions = [n for n, feature in enumerate(features) if feature.table in tables]
+        positions = [i for i, feature in enumerate(features) if feature.table in tables]
         module = _convert_part(
             [configs[table] for table in tables],
             readers,
@@ -422,7 +422,7 @@ def _convert_part(
     storages = [c.storage for c in configs if isinstance(c.storage, ComposedStorage)]
     if not storages:
         tables = FloatTables(specs, [], pooling, feature_tables, output_dtype, device)
-        return _store(tables, [readers[c.name] for c in configs], formats, bounds_check)
+        return _store(tables, [readers[spec.name] for spec in specs], formats, bounds_check)
     options = lookup_options(specs, storages, feature_tables, pooling)
     stored_specs = component_specs(specs, storages)
     formats = [

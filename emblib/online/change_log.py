@@ -241,9 +241,9 @@ class ChangeLog:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -253,10 +253,10 @@ def _read_last_numbers(sink: Sink) -> tuple[int, int]:
 
     Reads the whole sink.
     """
-    newest = deque(sink.read(), maxlen=1)
-    if not newest:
+    newest_records = deque(sink.read(), maxlen=1)
+    if not newest_records:
         return 0, 0
-    record = decode(newest[0].data, newest[0].location)
+    record = decode(newest_records[0].data, newest_records[0].location)
     return record.generation, record.sequence
 
 
@@ -266,7 +266,7 @@ def _loggable_tables(model: nn.Module) -> ModelTables:
     Raises:
         TypeError, ValueError: see `ChangeLog`.
     """
-    if any(isinstance(part, ReplicatedModelParallel) for part in model.modules()):
+    if any(isinstance(module, ReplicatedModelParallel) for module in model.modules()):
         raise TypeError(
             "ReplicatedModelParallel changes all rows when it averages its replicas: log "
             "DistributedModelParallel, or freeze() the tables from time to time"
@@ -290,9 +290,9 @@ def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> 
     Shards of one table have one name, but differ in their first row or column. A table by row
     number and a dynamic one must not have the same name.
     """
-    origins = [(table.name, table.first_row, table.first_column) for table in tables]
+    blocks = [(table.name, table.first_row, table.first_column) for table in tables]
     repeated_names = sorted(
-        {origin[0] for origin in origins if origins.count(origin) > 1}
+        {block[0] for block in blocks if blocks.count(block) > 1}
         | ({table.name for table in tables} & set(keyed_names))
     )
     if repeated_names:
@@ -349,13 +349,13 @@ class _Writer:
         A record that is written again after an error has the same numbers.
         """
         generation = self._generation + (record.kind is RecordKind.SNAPSHOT)
-        numbered = record._replace(generation=generation, sequence=self._sequence + 1)
-        position = self._sink.append(encode(numbered), starts_segment=record.is_whole)
+        numbered_record = record._replace(generation=generation, sequence=self._sequence + 1)
+        position = self._sink.append(encode(numbered_record), starts_segment=record.is_whole)
         if record.is_whole:
             if self._last_whole_position is not None:
                 self._sink.trim(self._last_whole_position)
             self._last_whole_position = position
-        self._generation, self._sequence = generation, numbered.sequence
+        self._generation, self._sequence = generation, numbered_record.sequence
 
     @property
     def is_forked(self) -> bool:

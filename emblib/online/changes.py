@@ -175,10 +175,10 @@ class Lookups:
         self._steps = steps
         for _, hook in self._hooks:
             modules = {id(table.module): table.module for table in hook.tables}
-            unstepped = [
+            unstepped_modules = [
                 module for key, module in modules.items() if steps[key] == previous_steps[key]
             ]
-            if not any(module.optimizer.deferred for module in unstepped):
+            if not any(module.optimizer.deferred for module in unstepped_modules):
                 hook.forget()
 
     def close(self) -> None:
@@ -231,13 +231,13 @@ class PlainChanges:
         module = table.module
         module.flush()
         views = module.table_views()[table.number]
-        copies = {name: view[rows.to(view.device)].cpu() for name, view in views.items()}
-        weight = copies.pop("weight")
+        copied_rows = {name: view[rows.to(view.device)].cpu() for name, view in views.items()}
+        weight = copied_rows.pop("weight")
         return TableChange(
             rows.cpu() + table.first_row,
             weight,
             torch.empty(0, dtype=torch.int64, device="cpu"),
-            copies if self._states else {},
+            copied_rows if self._states else {},
             table.first_column,
             table.dim,
             hyperparams=module.hyperparams.cpu().clone() if self._states else None,
@@ -297,8 +297,8 @@ class KeyedChanges:
                     f"evictions from table {name!r} are tracked already: make the change log "
                     "before track_evictions(), which then returns its record"
                 )
-        states_by_id = {id(s.location.module.state): s.location.module.state for s in self._shards}
-        self._tracked_states: list[DynamicState] = [*states_by_id.values()]
+        shard_states: list[DynamicState] = [shard.location.module.state for shard in self._shards]
+        self._tracked_states = [*{id(state): state for state in shard_states}.values()]
         for state in self._tracked_states:
             if state.eviction_log is None:
                 state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
@@ -345,23 +345,23 @@ class KeyedChanges:
         for shard, tick in zip(self._shards, self._ticks, strict=True):
             name, location, number, num_shards = shard
             module, index = location.module, location.index
-            removed = torch.empty(0, dtype=torch.int64, device="cpu")
+            removed_keys = torch.empty(0, dtype=torch.int64, device="cpu")
             if lookups is not None:
-                removed = removed_since(module.state, index, tick)
+                removed_keys = removed_since(module.state, index, tick)
             if lookups is not None and module.state.backing is None:
                 entries = _entries_of(module.state, index, lookups.rows_of(module, index))
             else:
-                since = None if lookups is None else tick + 1
-                entries = table_entries(module.state, index, since)
+                first_tick = None if lookups is None else tick + 1
+                entries = table_entries(module.state, index, first_tick)
             rows = fallback.rows_of_shard(fallback.rows_of(module.state, index), number, num_shards)
             if not self._states:
                 rows = {key: rows[key] for key in ("keys", "weight") if key in rows}
-            change = self._copy(location, entries, removed)._replace(fallback=rows)
+            change = self._copy(location, entries, removed_keys)._replace(fallback=rows)
             changes.setdefault(name, []).append(change)
         return changes
 
-    def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:
-        """Return the change of a hash table: its entries on the host, and `removed` keys `[n]`."""
+    def _copy(self, location: ShardLocation, entries: Entries, removed_keys: Tensor) -> TableChange:
+        """Return the change of a hash table: its entries on the host, and `removed_keys`, `[n]`."""
         module = location.module
         rows = {
             name: rows[torch.arange(len(entries), device="cpu")].cpu()
@@ -372,7 +372,7 @@ class KeyedChanges:
         return TableChange(
             entries.keys,
             weight,
-            removed,
+            removed_keys,
             rows if self._states else {},
             0,
             weight.size(1),

@@ -106,8 +106,8 @@ class LogFollower:
             )
         self.model = model
         self._tables = served_tables(model)
-        self._names = None if tables is None else set(tables)
-        if unknown := sorted((self._names or set()) - self._tables.keys()):
+        self._followed_names = None if tables is None else set(tables)
+        if unknown := sorted((self._followed_names or set()) - self._tables.keys()):
             raise KeyError(f"the model has no tables {unknown}, only {sorted(self._tables)}")
         logs: list[Any] = list(sources) if isinstance(sources, list | tuple) else [sources]
         if not logs:
@@ -225,7 +225,9 @@ class LogFollower:
         if self._boundary is None and self._has_base:
             self._begin_at_base()
         if self._boundary is None:
-            whole_keys = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
+            whole_keys = [
+                {record.key for record in log.pending if record.is_whole} for log in self._logs
+            ]
             return max(set.intersection(*whole_keys), default=None)
         for log in self._logs:
             log.drop(self._boundary)
@@ -271,13 +273,15 @@ class LogFollower:
         )
         if is_whole:  # the last record with all rows of each log replaces all before it
             records_by_log = [
-                [r for r in records if r.is_whole and r.key == key][-1:]
+                [record for record in records if record.is_whole and record.key == key][-1:]
                 for records in records_by_log
             ]
             is_mixed = not all(records_by_log)
         else:
             is_mixed = any(
-                r.kind is RecordKind.SNAPSHOT for records in records_by_log for r in records
+                record.kind is RecordKind.SNAPSHOT
+                for records in records_by_log
+                for record in records
             )
         if is_mixed:
             raise LogError(
@@ -322,11 +326,11 @@ class LogFollower:
             table = self._table(name)
             if table is None:
                 continue
-            joined = join_columns(table_changes)
+            joined_changes = join_columns(table_changes)
             if is_whole:
-                write_functions.append(table.prepare_whole(concatenate(joined)))
+                write_functions.append(table.prepare_whole(concatenate(joined_changes)))
             else:
-                write_functions.extend(table.prepare(change) for change in joined)
+                write_functions.extend(table.prepare(change) for change in joined_changes)
         return write_functions
 
     def _table(self, name: str) -> ServedTable | None:
@@ -335,7 +339,7 @@ class LogFollower:
         Raises:
             LogError: the model has no such table.
         """
-        if self._names is not None and name not in self._names:
+        if self._followed_names is not None and name not in self._followed_names:
             return None
         if name not in self._tables:
             raise LogError(
@@ -363,7 +367,7 @@ class _Log:
     def restart(self) -> None:
         """Forget all records; begin again at the oldest one."""
         self._position: str | None = None
-        self._last: tuple[int, float] | None = None  # sequence and time of the last record
+        self._last_read: tuple[int, float] | None = None  # sequence and time of a record
         self.pending: deque[Record] = deque()
         self.newest: BoundaryKey | None = None
         self.has_gap = False
@@ -385,14 +389,14 @@ class _Log:
             return False
         for stored in self._source.read(self._position):
             record = decode(stored.data, stored.location)
-            if self._last == (record.sequence, record.time):
+            if self._last_read == (record.sequence, record.time):
                 self._position = stored.position  # written again by a trainer that saw an error
                 continue
-            if self._last is not None and record.sequence != self._last[0] + 1:
+            if self._last_read is not None and record.sequence != self._last_read[0] + 1:
                 if not record.is_whole:
                     raise LogError(
-                        f"{stored.location} is record {record.sequence}, after {self._last[0]}: "
-                        "those between are missing"
+                        f"{stored.location} is record {record.sequence}, after "
+                        f"{self._last_read[0]}: those between are missing"
                     )
                 self.has_gap = True
                 self.pending.clear()
@@ -401,7 +405,7 @@ class _Log:
             if not self.has_skipped and not self._is_pending(record):
                 self.pending.append(record)
             self.newest, num_read = record.key, num_read + 1
-            self._position, self._last = stored.position, (record.sequence, record.time)
+            self._position, self._last_read = stored.position, (record.sequence, record.time)
             if num_read >= _MAX_PENDING:
                 break
         return num_read > 0
@@ -484,11 +488,11 @@ class ReaderLock:
         if lock is not None and lock.is_owned():
             raise RuntimeError("apply() would wait for this thread: leave reading() first")
         with self._gate:
-            locks, acquired = [*self._reader_locks], list[ModuleLock]()
-            release = map(ModuleLock.release, acquired)
+            locks, acquired_locks = [*self._reader_locks], list[ModuleLock]()
+            releasing_calls = map(ModuleLock.release, acquired_locks)
             try:
                 # Each lock is added as it is acquired, with no interrupt between the two.
-                acquired.extend(itertools.compress(locks, map(ModuleLock.acquire, locks)))
+                acquired_locks.extend(itertools.compress(locks, map(ModuleLock.acquire, locks)))
                 function()
             finally:
-                list(release)
+                list(releasing_calls)

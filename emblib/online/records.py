@@ -36,7 +36,7 @@ _CRC = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 PREFIX_BYTES = _FIELDS.size + _CRC.size
 _ALIGNMENT = 8
-_STATE, _FALLBACK = "state.", "fallback."  # prefixes of names of tensors in a header
+_STATE_PREFIX, _FALLBACK_PREFIX = "state.", "fallback."  # prefixes of names of tensors in a header
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -223,9 +223,9 @@ def encode(record: Record) -> bytes:
 def _tensors_of(change: TableChange) -> dict[str, Tensor]:
     """Return the tensors of a change by their names in a header."""
     tensors = {"keys": change.keys, "weight": change.weight, "removed": change.removed}
-    tensors |= {_STATE + name: rows for name, rows in change.states.items()}
+    tensors |= {_STATE_PREFIX + name: rows for name, rows in change.states.items()}
     tensors |= {name: tensor for name in _OPTIONAL if (tensor := getattr(change, name)) is not None}
-    return tensors | {_FALLBACK + name: rows for name, rows in change.fallback.items()}
+    return tensors | {_FALLBACK_PREFIX + name: rows for name, rows in change.fallback.items()}
 
 
 def _aligned(nbytes: int) -> int:
@@ -319,17 +319,17 @@ def _read_tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
                 tensors["keys"],
                 tensors["weight"],
                 tensors["removed"],
-                _with_prefix(tensors, _STATE),
+                _with_prefix(tensors, _STATE_PREFIX),
                 first_column,
                 dim,
                 tick=tick,
                 hash_key=hash_key,
                 **{name: tensors[name] for name in _OPTIONAL if name in tensors},
-                fallback=_with_prefix(tensors, _FALLBACK),
+                fallback=_with_prefix(tensors, _FALLBACK_PREFIX),
             ),
         )
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, by the rest of their names."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -114,36 +114,36 @@ def _serve_indexed(served: InferenceEmbeddingBags, table: int, name: str) -> Ser
     return IndexedRows(name, served, table)
 
 
-def _check_fallback(name: str, change: TableChange, count: int) -> None:
-    """Raise LogError unless a change has the fallback rows of a table with `count` of them."""
+def _check_fallback(name: str, change: TableChange, num_rows: int) -> None:
+    """Raise LogError unless a change has `num_rows` fallback rows."""
     has_rows = bool(change.fallback)
-    if has_rows != bool(count) or (
-        has_rows and not fallback.are_fallback_keys(change.fallback["keys"], count)
+    if has_rows != bool(num_rows) or (
+        has_rows and not fallback.are_fallback_keys(change.fallback["keys"], num_rows)
     ):
         raise LogError(
-            f"table {name!r} has {count} fallback rows, and that of the log has "
+            f"table {name!r} has {num_rows} fallback rows, and that of the log has "
             f"{'another number' if has_rows else 'none'}: they are different tables"
         )
 
 
-def _check_rows(name: str, change: TableChange, rows: int, dim: int) -> None:
+def _check_rows(name: str, change: TableChange, num_rows: int, dim: int) -> None:
     """Raise LogError unless a change is of a table with these rows and columns."""
     if change.is_keyed:
         raise LogError(f"table {name!r} of the log has keys, that of the follower row numbers")
     keys = change.keys
-    if keys.numel() and not 0 <= int(keys.min()) <= int(keys.max()) < rows:
+    if keys.numel() and not 0 <= int(keys.min()) <= int(keys.max()) < num_rows:
         raise LogError(
-            f"table {name!r} has {rows} rows, and the log has row {int(keys.max())}: they are "
+            f"table {name!r} has {num_rows} rows, and the log has row {int(keys.max())}: they are "
             "different tables"
         )
     _check_dim(name, change, dim)
 
 
-def _check_whole(name: str, change: TableChange, rows: int) -> None:
+def _check_whole(name: str, change: TableChange, num_rows: int) -> None:
     """Raise LogError unless a change has all rows of a table."""
-    if change.keys.numel() != rows:
+    if change.keys.numel() != num_rows:
         raise LogError(
-            f"table {name!r} has {rows} rows, a snapshot in the log {change.keys.numel()}: "
+            f"table {name!r} has {num_rows} rows, a snapshot in the log {change.keys.numel()}: "
             "they are different tables"
         )
 
@@ -272,14 +272,14 @@ class IndexedRows:
         _check_fallback(self._name, change, self._index.fallback)
         packed = _pack_rows(rows, self._number, change.weight)
         device = rows.packed.device
-        removed, keys = change.removed.to(device), change.keys.to(device)
+        removed_keys, keys = change.removed.to(device), change.keys.to(device)
         if not change.fallback:
-            return lambda: self._apply(removed, keys, packed)
+            return lambda: self._apply(removed_keys, keys, packed)
         fallback_indices = range_indices(change.fallback["keys"], self._index.fallback).to(device)
         fallback_rows = _pack_rows(rows, self._number, change.fallback["weight"])
 
         def write() -> None:
-            self._apply(removed, keys, packed)
+            self._apply(removed_keys, keys, packed)
             self._view()[self._index.missing + fallback_indices] = fallback_rows
 
         return write
@@ -317,15 +317,15 @@ class IndexedRows:
         positions = is_live.nonzero().view(-1)
         return positions, entries[positions, _KEY], entries[positions, _ROW]
 
-    def _apply(self, removed: Tensor, keys: Tensor, packed: Tensor) -> None:
-        """Remove keys, then write rows, so that rows of `removed` are free for new `keys`.
+    def _apply(self, removed_keys: Tensor, keys: Tensor, packed: Tensor) -> None:
+        """Remove keys, then write rows, so that rows of `removed_keys` are free for new `keys`.
 
-        `removed` and `keys` are int64 `[n]`, `packed` uint8 `[len(keys), row_bytes]`.
+        `removed_keys` and `keys` are int64 `[n]`, `packed` uint8 `[len(keys), row_bytes]`.
         """
         if self._unused_rows is None:
             self._find_free_rows()
         assert self._unused_rows is not None
-        positions, is_found = _search_entries(self._entries(), self._index.hash_bits, removed)
+        positions, is_found = _search_entries(self._entries(), self._index.hash_bits, removed_keys)
         positions = positions[is_found]
         rows = self._entries()[positions, _ROW]
         self._freed_rows = torch.cat([self._freed_rows, rows[rows != self._removed_row]])
@@ -407,8 +407,8 @@ class IndexedRows:
         """Build the index again; the indexes of all tables of the module are copied."""
         self._num_used = keys.numel()
         entries, bits = quant.hash_entries(keys, rows)
-        spare = torch.full((_SPARE_ENTRIES, 2), -1, dtype=torch.int64, device=entries.device)
-        entries = torch.cat([entries, spare])
+        padding = torch.full((_SPARE_ENTRIES, 2), -1, dtype=torch.int64, device=entries.device)
+        entries = torch.cat([entries, padding])
         served, indexes = self._served, list(self._served.indexes)
         indexes[self._number] = replace(
             self._index, entries=entries.flatten(), num_entries=entries.size(0), hash_bits=bits
@@ -477,16 +477,16 @@ class DynamicRows:
         """Return the entries of a change, with its states if the table has the same states."""
         if not change.is_keyed:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
-        state, table = self._location.module.state, self._location.index
-        _check_dim(self._name, change, state.specs[table].dim)
-        _check_fallback(self._name, change, state.specs[table].fallback_rows)
-        fallback.check_rows(state, table, change.fallback)
+        state, number = self._location.module.state, self._location.index
+        _check_dim(self._name, change, state.specs[number].dim)
+        _check_fallback(self._name, change, state.specs[number].fallback_rows)
+        fallback.check_rows(state, number, change.fallback)
         rows: dict[str, Rows] = dict(change.rows())
-        if set(rows) != set(state.table_rows(table)):
+        if set(rows) != set(state.table_rows(number)):
             rows = {"weight": change.weight}
         assert change.stamps is not None
         entries = Entries(change.keys, change.stamps, change.scores, rows)
-        check_entries(state, table, entries)
+        check_entries(state, number, entries)
         return entries
 
     def _hyperparams(self, change: TableChange) -> Tensor:
@@ -499,15 +499,15 @@ class DynamicRows:
         entries = self._entries(change)
 
         def write() -> None:
-            state, table = self._location.module.state, self._location.index
+            state, number = self._location.module.state, self._location.index
             hash_key = change.hash_key
             changes = ChangeSet(
                 0,
                 max(change.tick, state.index.tick),
-                {state.table_names[table]: Changes(entries, change.removed)},
+                {state.table_names[number]: Changes(entries, change.removed)},
                 self._hyperparams(change),
                 None if hash_key is None else torch.tensor([hash_key], device="cpu"),
-                {state.table_names[table]: change.fallback},
+                {state.table_names[number]: change.fallback},
             )
             apply_changes(state, changes)
 
@@ -518,12 +518,12 @@ class DynamicRows:
         entries = self._entries(change)
 
         def write() -> None:
-            state, table = self._location.module.state, self._location.index
-            loaded = set_table_entries(state, table, entries, hash_key=change.hash_key)
-            fallback.write_rows(state, table, change.fallback)
-            if loaded.left_out:
+            state, number = self._location.module.state, self._location.index
+            result = set_table_entries(state, number, entries, hash_key=change.hash_key)
+            fallback.write_rows(state, number, change.fallback)
+            if result.left_out:
                 raise LogError(
-                    f"table {self._name!r} has no slot for {loaded.left_out} keys of the log: give "
+                    f"table {self._name!r} has no slot for {result.left_out} keys of the log: give "
                     "it the capacity of the tables that it follows"
                 )
             state.load_hyperparams(self._hyperparams(change))
@@ -575,7 +575,7 @@ def concatenate(changes: Sequence[TableChange]) -> TableChange:
     first_change = changes[0]
     optional_columns: dict[str, Any] = {}
     for name in ("stamps", "scores"):
-        columns = [t for change in changes if (t := getattr(change, name)) is not None]
+        columns = [column for change in changes if (column := getattr(change, name)) is not None]
         optional_columns[name] = torch.cat(columns) if len(columns) == len(changes) else None
     hash_keys = {change.hash_key for change in changes}
     fallback_rows = {
@@ -586,7 +586,8 @@ def concatenate(changes: Sequence[TableChange]) -> TableChange:
         keys=torch.cat([change.keys for change in changes]),
         weight=torch.cat([change.weight for change in changes]),
         states={
-            n: torch.cat([change.states[n] for change in changes]) for n in first_change.states
+            name: torch.cat([change.states[name] for change in changes])
+            for name in first_change.states
         },
         tick=max(change.tick for change in changes),
         hash_key=first_change.hash_key if len(hash_keys) == 1 else None,

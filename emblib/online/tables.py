@@ -158,10 +158,10 @@ def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
         if not isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
             model_tables.other_kinds[name] = type(table_slice.storage).__name__
             continue
-        begin, dim = table_slice.columns[0], table_slice.config.embedding_dim
-        tables[i] = PlainTable(name, module, number, table_slice.rows[0], begin, dim)
+        first_column, dim = table_slice.columns[0], table_slice.config.embedding_dim
+        tables[i] = PlainTable(name, module, number, table_slice.rows[0], first_column, dim)
     for group in groups.groups:
-        if all(s in tables for s in group.slices):
-            model_tables.add([tables[s] for s in group.slices if not tables[s].is_keyed])
-            units = [tables[groups.slice_of_unit[unit]] for unit in group.units]
-            model_tables.calls.append((group.module, units))
+        if all(i in tables for i in group.slices):
+            model_tables.add([tables[i] for i in group.slices if not tables[i].is_keyed])
+            unit_tables = [tables[groups.slice_of_unit[unit]] for unit in group.units]
+            model_tables.calls.append((group.module, unit_tables))

@@ -240,7 +240,7 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Update weights and states; return the gradients of the inputs of `forward`."""
-        batch, _, row_weights = _saved(ctx)
+        batch, _, row_weights = _unpack_saved(ctx)
         needs_update, _, _, _, needs_sample_grad, _ = ctx.needs_input_grad
         required = RequiredResults(needs_update, needs_sample_grad)
         needs_scale = required.update or ctx.rule.max_gradient is not None
@@ -463,9 +463,9 @@ class GradientLookup(torch.autograd.Function):
     """Function that looks up; its backward leaves sparse or dense gradients on parameters.
 
     Lookups read `memory`, the first tier, and `slower`, the other tiers. The parameters are views
-    of these at `offsets`; without offsets the only parameter is `memory` itself. A sparse gradient
-    has the distinct rows of the batch; a dense one requires that all tables are in `memory`.
-    `dtypes` has the dtypes of output and gradients; `num_distinct` is as in `lookup`.
+    of these at `weight_offsets`; if that is None, the only parameter is `memory` itself. A sparse
+    gradient has the distinct rows of the batch; a dense one requires that all tables are in
+    `memory`. `dtypes` has the dtypes of output and gradients; `num_distinct` is as in `lookup`.
     """
 
     @staticmethod
@@ -473,7 +473,7 @@ class GradientLookup(torch.autograd.Function):
         ctx: Any,
         memory: Tensor,
         slower: Sequence[Tensor],
-        offsets: Sequence[WeightOffset] | None,
+        weight_offsets: Sequence[WeightOffset] | None,
         batch: Lookup,
         sample_weights: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -487,8 +487,9 @@ class GradientLookup(torch.autograd.Function):
         needs_memory = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, memory if needs_memory else None)
         output_dtype, ctx.dtype = dtypes
-        ctx.slower, ctx.shape, ctx.offsets = slower, memory.shape, offsets
-        ctx.rule, ctx.num_distinct, ctx.devices = rule, num_distinct, [p.device for p in parameters]
+        ctx.slower, ctx.shape, ctx.weight_offsets = slower, memory.shape, weight_offsets
+        ctx.rule, ctx.num_distinct = rule, num_distinct
+        ctx.devices = [parameter.device for parameter in parameters]
         if not torch.compiler.is_compiling() and is_for_update():
             return _zero_output(batch, output_dtype, memory.device)
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
@@ -498,7 +499,8 @@ class GradientLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, each on the device of its parameter.
 
-        For sparse gradients the host waits for the device without `num_distinct` or with `offsets`.
+        For sparse gradients the host waits for the device without `num_distinct` or with
+        `weight_offsets`.
         """
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
@@ -509,7 +511,7 @@ class GradientLookup(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs of `forward`; the parameters come last."""
-        batch, sample_weights, memory = _saved(ctx)
+        batch, sample_weights, memory = _unpack_saved(ctx)
         sample_grad = None
         if ctx.rule.max_gradient is not None:
             grad = clip_gradient(grad, ctx.rule, scale_of_backward())
@@ -526,7 +528,8 @@ class GradientLookup(torch.autograd.Function):
             compute_grad = _dense_grad if is_dense else _sparse_grad
             grad_of_all = compute_grad(ctx, grad, batch, groups, sample_weights)
             split = _split_dense if is_dense else _split_sparse
-            gradients = [grad_of_all] if ctx.offsets is None else split(grad_of_all, ctx.offsets)
+            offsets = ctx.weight_offsets
+            gradients = [grad_of_all] if offsets is None else split(grad_of_all, offsets)
             grads_to_move = zip(gradients, ctx.devices, needs_grad, strict=True)
             grads = [g.to(device) if is_needed else None for g, device, is_needed in grads_to_move]
         if batch.hooks is not None:
@@ -583,21 +586,21 @@ def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> T
     )
 
 
-def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
+def _split_dense(grad: Tensor, weight_offsets: Sequence[WeightOffset]) -> list[Tensor]:
     """Split the gradient of all weights into views by table."""
     flat = grad.reshape(-1)
-    return [flat[t.begin : t.begin + t.rows * t.dim].view(t.rows, t.dim) for t in offsets]
+    return [flat[t.begin : t.begin + t.rows * t.dim].view(t.rows, t.dim) for t in weight_offsets]
 
 
-def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
+def _split_sparse(grad: Tensor, weight_offsets: Sequence[WeightOffset]) -> list[Tensor]:
     """Split a sparse gradient, whose rows ascend, by table; the host waits for the device."""
     rows, values = grad._indices()[0], grad._values()
-    first_rows = torch.tensor([t.first_row for t in offsets], device=rows.device)
-    counts = torch.tensor([t.rows for t in offsets], device=rows.device)
+    first_rows = torch.tensor([t.first_row for t in weight_offsets], device=rows.device)
+    counts = torch.tensor([t.rows for t in weight_offsets], device=rows.device)
     bounds = torch.searchsorted(rows, torch.stack([first_rows, first_rows + counts])).tolist()
     return [
         _rows_of_gradient(rows[begin:end] - t.first_row, values[begin:end], (t.rows, t.dim))
-        for t, begin, end in zip(offsets, *bounds, strict=True)
+        for t, begin, end in zip(weight_offsets, *bounds, strict=True)
     ]
 
 
@@ -609,10 +612,10 @@ def lookup(
     sample_weights: Tensor | None = None,
     output_dtype: torch.dtype = torch.float32,
     num_distinct: int | None = None,
-    offsets: Sequence[WeightOffset] | None = None,
+    weight_offsets: Sequence[WeightOffset] | None = None,
     slower: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Look up a batch; its parameters, views at `offsets` of `memory` or `slower`, get gradients.
+    """Look up a batch; its parameters, views of `memory` or `slower`, get gradients.
 
     The output is as in `FusedLookup.forward`, in `output_dtype`. Gradients have the dtype of
     `memory`, but gradients for a deferred optimizer are float32 if `HAS_GRAD_DTYPE`. While
@@ -628,7 +631,7 @@ def lookup(
         output_dtype: dtype of the output.
         num_distinct: number of distinct rows of the batch, for sparse gradients. With None,
             backward reads the number from the device, and the host waits.
-        offsets: location of each parameter; None: the only parameter is `memory` itself.
+        weight_offsets: location of each parameter; None: the only parameter is `memory` itself.
         slower: flat weights of the other tiers.
     """
     if not torch.is_grad_enabled():
@@ -637,7 +640,7 @@ def lookup(
     return GradientLookup.apply(
         memory.detach(),
         slower,
-        offsets,
+        weight_offsets,
         batch,
         sample_weights,
         (output_dtype, gradient_dtype),
@@ -698,10 +701,10 @@ def largest_within(bound: float, dtype: torch.dtype) -> float:
 
     A clamp rounds its bounds to nearest; rounded up, it would pass values above `bound`.
     """
-    info = torch.finfo(dtype)
+    limits = torch.finfo(dtype)
     _, exponent = math.frexp(bound)  # bound < 2 ** exponent
-    spacing = max(info.eps * 2.0 ** (exponent - 1), info.smallest_normal * info.eps)
-    return min(math.floor(bound / spacing) * spacing, info.max)
+    spacing = max(limits.eps * 2.0 ** (exponent - 1), limits.smallest_normal * limits.eps)
+    return min(math.floor(bound / spacing) * spacing, limits.max)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -792,7 +795,7 @@ def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
     )
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
+def _unpack_saved(ctx: Any) -> tuple[Any, ...]:
     """Return the batch with its saved tensors, then the other saved tensors."""
     indices, offsets, bag_layout, slots, *tensors = ctx.saved_tensors
     batch = ctx.batch._replace(indices=indices, offsets=offsets, bag_layout=bag_layout, slots=slots)

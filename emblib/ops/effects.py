@@ -28,7 +28,7 @@ class Effects:
 
     def has_called(self, op: Any) -> bool:
         """Return whether a call of `op`, the same object, has completed in this change."""
-        return any(made_op is op for made_op, _ in self._results)
+        return any(called_op is op for called_op, _ in self._results)
 
     def restart(self) -> None:
         """Prepare another run of the change: `call_once` returns the results of earlier calls."""

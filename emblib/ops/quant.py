@@ -144,8 +144,8 @@ def _(
     output_dim: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    variable = bag_layout is not None
-    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
+    is_flat = bag_layout is not None
+    shape = output_shape(features, indices, offsets, pooling, output_dim, is_flat=is_flat)
     return indices.new_empty(shape, dtype=output_dtype)
 
 
@@ -163,7 +163,7 @@ def _(
     check: int | None,
     violations: Tensor,
 ) -> list[Tensor]:
-    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
+    shape = output_shape(features, indices, offsets, pooling, output_dim, is_flat=False)
     return [indices.new_empty(shape, dtype=output_dtype)]
 
 

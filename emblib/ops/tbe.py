@@ -56,15 +56,15 @@ def output_shape(
     pooling: int,
     output_dim: int,
     *,
-    variable: bool,
+    is_flat: bool,
 ) -> tuple[int, ...]:
-    """Return the shape of a lookup's output; `variable` if there is a `bag_layout`.
+    """Return the shape of a lookup's output; flat if there is a `bag_layout`.
 
     `pooling` is a number of `emblib.ops.codes`. No tensor is read, only shapes.
     """
     if pooling == codes.POOLING["none"]:
         return indices.numel(), output_dim
-    if variable:
+    if is_flat:
         return (output_dim,)
     return ((offsets.numel() - 1) // features.size(0) if features.size(0) else 0), output_dim
 
@@ -137,8 +137,8 @@ def _(
     output_dim: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    variable = bag_layout is not None
-    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
+    is_flat = bag_layout is not None
+    shape = output_shape(features, indices, offsets, pooling, output_dim, is_flat=is_flat)
     return indices.new_empty(shape, dtype=output_dtype)
 
 
@@ -185,7 +185,7 @@ def _(
     violations: Tensor,
     slots: Tensor | None = None,
 ) -> list[Tensor]:
-    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
+    shape = output_shape(features, indices, offsets, pooling, output_dim, is_flat=False)
     results = [indices.new_empty(shape, dtype=output_dtype)]
     if indices.is_cuda and check is not None:
         results.append(offsets.new_empty(offsets.numel(), dtype=torch.int32))

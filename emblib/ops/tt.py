@@ -100,7 +100,7 @@ class TTPlan(NamedTuple):
     starts: Tensor
 
 
-_GROUP_TENSORS, _PLAN_TENSORS = len(tbe.Groups._fields), len(TTPlan._fields)
+_NUM_GROUP_TENSORS, _NUM_PLAN_TENSORS = len(tbe.Groups._fields), len(TTPlan._fields)
 
 
 class ShareGradients(Protocol):
@@ -184,7 +184,7 @@ def lookup_for_backward(
         out = pool(computed, batch, sample_weights)
         return out, computed if keeps_rows else computed._replace(rows=None, inverse=None)
     layout = batch.layout
-    out, *saved = tt_lookup_checked_(
+    out, *saved_tensors = tt_lookup_checked_(
         cores,
         batch.tables,
         batch.feature_tables,
@@ -204,8 +204,9 @@ def lookup_for_backward(
         batch.tables.new_empty(2),  # violations, which a call without a check does not count
         batch.matmul_code(),
     )
-    groups, plan = tbe.Groups(*saved[:_GROUP_TENSORS]), TTPlan(*saved[_GROUP_TENSORS:-1])
-    return out, ComputedRows(groups, plan, saved[-1])
+    groups = tbe.Groups(*saved_tensors[:_NUM_GROUP_TENSORS])
+    plan = TTPlan(*saved_tensors[_NUM_GROUP_TENSORS:-1])
+    return out, ComputedRows(groups, plan, saved_tensors[-1])
 
 
 def _has_one_op_per_pass(batch: TTLookup) -> bool:
@@ -251,14 +252,14 @@ def lookup_chunks(
     Arguments and output are those of `lookup`; a chunk bounds the scratch memory.
     """
     pooling = codes.POOLING[batch.pooling.value]
-    variable = batch.bag_layout is not None
+    is_flat = batch.bag_layout is not None
     shape = tbe.output_shape(
         batch.key_features(),
         batch.indices,
         batch.offsets,
         pooling,
         batch.output_dim,
-        variable=variable,
+        is_flat=is_flat,
     )
     out = torch.zeros(shape, dtype=torch.float32, device=batch.indices.device)
     for chunk in chunks_of(batch, sample_weights):
@@ -280,8 +281,8 @@ def _pool_chunk(
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
     pooled, _ = lookup_for_backward(cores[chunk.cores], chunk.batch, weights)
     out_elements = chunk.elements(out, batch)
-    if chunk.share < 1.0 and batch.pooling is not Pooling.NONE:
-        out[out_elements] += pooled * (chunk.share if batch.pooling is Pooling.MEAN else 1.0)
+    if chunk.bag_fraction < 1.0 and batch.pooling is not Pooling.NONE:
+        out[out_elements] += pooled * (chunk.bag_fraction if batch.pooling is Pooling.MEAN else 1.0)
     else:
         out[out_elements] = pooled
 
@@ -320,15 +321,15 @@ def _add_chunk_gradients(
     chunk_batch, chunk_cores = chunk.batch, cores[chunk.cores]
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
     chunk_grad = grad[chunk.elements(grad, batch)].contiguous()
-    if batch.pooling is Pooling.MEAN and chunk.share < 1.0:
-        chunk_grad = chunk_grad * chunk.share
+    if batch.pooling is Pooling.MEAN and chunk.bag_fraction < 1.0:
+        chunk_grad = chunk_grad * chunk.bag_fraction
     if sample_grad is not None:
         chunk_rows = compute_rows(chunk_cores, chunk_batch, 0)
         sample_grad[chunk.lookups] = _sample_weight_grad(chunk_grad, chunk_rows, chunk_batch)
         chunk_rows = chunk_rows._replace(rows=None, inverse=None)
     else:
-        size = _left_value_size(chunk_cores, chunk_batch.layout)
-        empty = chunk_cores[0].new_empty(0, size, dtype=torch.float32)
+        left_value_size = _left_value_size(chunk_cores, chunk_batch.layout)
+        empty = chunk_cores[0].new_empty(0, left_value_size, dtype=torch.float32)
         chunk_rows = ComputedRows(*_group(chunk_batch), empty)
     row_grads = _row_grads(chunk_grad, chunk_rows, chunk_batch, weights)
     chunk_grads = _core_grads(row_grads, chunk_rows, chunk_batch, chunk_cores)
@@ -400,16 +401,16 @@ class DenseTTLookup(torch.autograd.Function):
             )
             if not any(needs_core_grads):
                 return None, sample_grad, None, None, *(None for _ in cores)
-            for table, share in ctx.shares.items():
-                _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
+            for table, share_gradients in ctx.shares.items():
+                _sum_shared_grads(core_grads, ctx.batch.layout.cores_of(table), share_gradients)
             return None, sample_grad, None, None, *core_grads
-        computed, sample_weights, cores = _saved(ctx)
+        computed, sample_weights, cores = _unpack_saved(ctx)
         core_grads = [None] * len(cores)
         if any(needs_core_grads):
             row_grads = _row_grads(grad, computed, ctx.batch, sample_weights)
             core_grads = _core_grads(row_grads, computed, ctx.batch, cores)
-            for table, share in ctx.shares.items():
-                _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
+            for table, share_gradients in ctx.shares.items():
+                _sum_shared_grads(core_grads, ctx.batch.layout.cores_of(table), share_gradients)
         sample_grad = None
         if needs_sample_grad:
             sample_grad = _sample_weight_grad(grad, computed, ctx.batch)
@@ -466,7 +467,7 @@ class FusedTTLookup(torch.autograd.Function):
         cores, batch = ctx.cores, ctx.batch
         if ctx.is_chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
-        computed, sample_weights, _ = _saved(ctx)
+        computed, sample_weights, _ = _unpack_saved(ctx)
         trains, _, _, _, _, _, needs_sample_grad, _, _ = ctx.needs_input_grad
         grad, scale, is_finite, overflow = _unscale_and_clip(grad, ctx.rule, trains=trains)
         sample_grad = None
@@ -551,17 +552,17 @@ def _apply_core_grads(ctx: Any, core_grads: list[Tensor], is_finite: Tensor | No
     """
     if is_finite is not None:  # also for cores that no row of the batch uses, and shared ones
         core_grads = [torch.where(is_finite, grad, torch.nan) for grad in core_grads]
-    trained = [k for k in range(len(ctx.cores)) if k not in ctx.frozen_cores]
+    trained_cores = [k for k in range(len(ctx.cores)) if k not in ctx.frozen_cores]
     first_rows = ctx.batch.layout.first_core_rows()
 
     def update(grads: list[Tensor]) -> None:
         update_cores(
-            [ctx.cores[k] for k in trained],
-            [ctx.states[k] for k in trained],
+            [ctx.cores[k] for k in trained_cores],
+            [ctx.states[k] for k in trained_cores],
             ctx.hyperparams,
             ctx.rule,
-            [grads[k] for k in trained],
-            [first_rows[k] for k in trained],
+            [grads[k] for k in trained_cores],
+            [first_rows[k] for k in trained_cores],
             skips_overflow=is_finite is not None,
         )
 
@@ -569,8 +570,8 @@ def _apply_core_grads(ctx: Any, core_grads: list[Tensor], is_finite: Tensor | No
     if len(layout.num_cores) == 1 and ctx.shares:
         ctx.shares[0](core_grads, update)
     else:
-        for table, share in ctx.shares.items():
-            _sum_shared(core_grads, layout.cores_of(table), share)
+        for table, share_gradients in ctx.shares.items():
+            _sum_shared_grads(core_grads, layout.cores_of(table), share_gradients)
         update(core_grads)
 
 
@@ -625,16 +626,16 @@ def _update(
     _make_step(cores, hyper, row_grads, [partial(_ops.tt_update_.default, *arguments)])
 
 
-def _sum_shared(core_grads: list[Any], cores: slice, share: ShareGradients) -> None:
+def _sum_shared_grads(core_grads: list[Any], cores: slice, share_gradients: ShareGradients) -> None:
     """Replace the gradients of one table's cores by the sums over all of its slices."""
-    summed: list[Tensor] = []
-    share(core_grads[cores], summed.extend)
-    if not summed:
+    summed_grads: list[Tensor] = []
+    share_gradients(core_grads[cores], summed_grads.extend)
+    if not summed_grads:
         raise RuntimeError(
             "slices of one tensor train on one rank need modules of their own, since their "
             "gradients are summed one after another"
         )
-    core_grads[cores] = summed
+    core_grads[cores] = summed_grads
 
 
 def update_cores(
@@ -752,12 +753,12 @@ def _save(
     ctx.save_for_backward(*computed.groups, *computed.plan, *results, sample_weights, *cores)
 
 
-def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
+def _unpack_saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
     """Return the computed rows, the sample weights and the other saved tensors."""
     tensors = ctx.saved_tensors
-    groups = tbe.Groups(*tensors[:_GROUP_TENSORS])
-    plan = TTPlan(*tensors[_GROUP_TENSORS : _GROUP_TENSORS + _PLAN_TENSORS])
-    results = tensors[_GROUP_TENSORS + _PLAN_TENSORS :]
+    groups = tbe.Groups(*tensors[:_NUM_GROUP_TENSORS])
+    plan = TTPlan(*tensors[_NUM_GROUP_TENSORS : _NUM_GROUP_TENSORS + _NUM_PLAN_TENSORS])
+    results = tensors[_NUM_GROUP_TENSORS + _NUM_PLAN_TENSORS :]
     left_values, row_values, inverse, sample_weights, *cores = results
     return ComputedRows(groups, plan, left_values, row_values, inverse), sample_weights, cores
 

@@ -95,8 +95,8 @@ def _(
     matmul_precision: int = 0,
 ) -> list[Tensor]:
     features = features[: feature_tables.size(0)]
-    variable = bag_layout is not None
-    shape = tbe.output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
+    is_flat = bag_layout is not None
+    shape = tbe.output_shape(features, indices, offsets, pooling, output_dim, is_flat=is_flat)
     out = indices.new_empty(shape, dtype=output_dtype)
     keys = _ops.tt_keys(indices, offsets, bag_layout, feature_tables)
     groups = tbe.tbe_group(features, keys, offsets, bag_layout, 0)

@@ -179,7 +179,7 @@ class Chunk(NamedTuple):
         cores: position of the table's cores among all cores.
         lookups, bags: position of the chunk's lookups and bags in the large batch.
         feature: feature of the bags.
-        share: 1 if the chunk has whole bags, else its fraction of the lookups of its only bag.
+        bag_fraction: 1 if the chunk has whole bags, else its part of the lookups of its only bag.
     """
 
     batch: TTLookup
@@ -187,7 +187,7 @@ class Chunk(NamedTuple):
     lookups: slice
     bags: slice
     feature: int
-    share: float
+    bag_fraction: float
 
     def elements(self, tensor: Tensor, batch: TTLookup) -> tuple[Any, ...]:
         """Return the index of the chunk's vectors in `tensor`.
@@ -237,9 +237,9 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
 
     Offsets are repaired first, see `BoundsCheck.IGNORE`.
     """
-    ignore = codes.BOUNDS_CHECK["ignore"]
+    ignore_code = codes.BOUNDS_CHECK["ignore"]
     repaired, _ = tbe.check_bounds(
-        batch.indices, batch.offsets, batch.key_features(), batch.bag_layout, ignore
+        batch.indices, batch.offsets, batch.key_features(), batch.bag_layout, ignore_code
     )
     batch = batch._replace(offsets=repaired)
     max_lookups = _max_chunk_lookups(batch.layout, _column_bytes(sample_weights))
@@ -255,24 +255,24 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
     for f, bag_end in enumerate(bag_ends.tolist()):
         while bag < bag_end:
             stop = min(bag_end, bag + max_bags)
-            candidates = batch.offsets[bag + 1 : stop + 1]
+            next_bag_ends = batch.offsets[bag + 1 : stop + 1]
             begin = int(batch.offsets[bag])
-            num_whole_bags = int(torch.searchsorted(candidates, begin + max_lookups, right=True))
+            num_whole_bags = int(torch.searchsorted(next_bag_ends, begin + max_lookups, right=True))
             stop = bag + max(num_whole_bags, 1)
             end = int(batch.offsets[stop])
             for chunk_begin in range(begin, max(end, begin + 1), max_lookups):
                 lookups = slice(chunk_begin, min(chunk_begin + max_lookups, end))
-                share = (
+                bag_fraction = (
                     (lookups.stop - chunk_begin) / (end - begin)
                     if end - begin > max_lookups
                     else 1.0
                 )
-                yield _make_chunk(batch, f, slice(bag, stop), lookups, share)
+                yield _make_chunk(batch, f, slice(bag, stop), lookups, bag_fraction)
             bag = stop
 
 
-def _make_chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -> Chunk:
-    """Return the chunk of some bags of feature `f`; `share` < 1 if it has part of one bag."""
+def _make_chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, bag_fraction: float) -> Chunk:
+    """Return the chunk of some bags of feature `f`, or of a fraction of one bag."""
     layout = batch.layout
     first_key = int(batch.feature_tables[f, TTTableColumn.FIRST_KEY])
     t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)
@@ -310,4 +310,4 @@ def _make_chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: flo
         output_dim=dim,
         output_dtype=torch.float32,
     )
-    return Chunk(chunk_batch, cores, lookups, bags, f, share)
+    return Chunk(chunk_batch, cores, lookups, bags, f, bag_fraction)

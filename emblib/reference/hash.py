@@ -129,7 +129,7 @@ class Miss:
 
     key: int
     positions: list[int]  # in the batch, ascending
-    total: int = 0  # number of uses in the batch
+    num_uses: int = 0  # number of uses in the batch
     admitted: bool = True  # set by the caller before the insertion
     slot: int = -1  # slot in the table; -1 if the key got none
     status: int = NOT_ADMITTED
@@ -250,7 +250,7 @@ class HashModel:
             if slot < 0:
                 miss = miss_of_key[t].setdefault(key, Miss(key, []))
                 miss.positions.append(position)
-                miss.total = min(miss.total + count, MAX_USES)
+                miss.num_uses = min(miss.num_uses + count, MAX_USES)
         return [list(misses.values()) for misses in miss_of_key]
 
     def grow(self, misses: Sequence[Sequence[Miss]]) -> list[dict[int, int]]:
@@ -321,7 +321,7 @@ class HashModel:
     def _first_score(self, miss: Miss, batch_score: int) -> int:
         """Return the score of an entry when it is inserted; 0 if the order uses none."""
         if self.order in ("lfu", "lru_lfu"):
-            return miss.total
+            return miss.num_uses
         return batch_score if self.order == "assigned" else 0
 
     def _choose(self, table: ReferenceHashTable, entry: HashEntry) -> tuple[int, bool] | None:
@@ -388,7 +388,8 @@ class HashModel:
         """Return the entries of a bucket that may be evicted: those that this batch did not use."""
         if self.order == "none":
             return []
-        return [e for e in table.bucket(number) if e is not None and e.stamp < self.clock]
+        entries = [entry for entry in table.bucket(number) if entry is not None]
+        return [entry for entry in entries if entry.stamp < self.clock]
 
     def _is_refused(self, entry: HashEntry, candidate_rank: tuple[int, int, int]) -> bool:
         """Return whether a new key ranks too low to evict an entry of rank `candidate_rank`."""
@@ -444,12 +445,12 @@ class HashModel:
             (table.max_buckets - buckets) * SLOTS_PER_BUCKET
         )
         table.buckets = buckets
-        misses = [Miss(entry.key, [], total=entry.score) for entry in displaced[:num_inserted]]
-        policy, self.insert_policy = self.insert_policy, "wins"
+        misses = [Miss(entry.key, [], num_uses=entry.score) for entry in displaced[:num_inserted]]
+        insert_policy, self.insert_policy = self.insert_policy, "wins"
         misses_by_table: list[list[Miss]] = [[] for _ in self.tables]
         misses_by_table[table_index] = misses
         self.insert(misses_by_table, [0] * len(self.tables))
-        self.insert_policy = policy
+        self.insert_policy = insert_policy
         dropped = displaced[num_inserted:]
         for miss, entry in zip(misses, displaced, strict=False):
             if miss.slot < 0:

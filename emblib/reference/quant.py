@@ -168,11 +168,11 @@ def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     else:
         pairs = stored_entries[: 2 * num_entries].view(num_entries, 2).tolist()
     row_of_id = {key: row for key, row in pairs if row >= 0}
-    in_range = [num_ids < 0 or 0 <= key < num_ids for key in ids.tolist()]
+    are_in_range = [num_ids < 0 or 0 <= key < num_ids for key in ids.tolist()]
     return torch.tensor(
         [
             row_of_id.get(key, missing_row) if is_in_range else key
-            for key, is_in_range in zip(ids.tolist(), in_range, strict=True)
+            for key, is_in_range in zip(ids.tolist(), are_in_range, strict=True)
         ],
         dtype=torch.int64,
         device=ids.device,

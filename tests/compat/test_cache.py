@@ -88,7 +88,7 @@ def test_cache_counts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 10, 100])
-@pytest.mark.parametrize("passes", [1, 4])
+@pytest.mark.parametrize("passes", [0, 1, 4])
 @pytest.mark.parametrize("least", [1, 30])
 def test_prefetch_passes_cover_the_batch(size: int, passes: int, least: int) -> None:
     config = fbgemm.MultiPassPrefetchConfig(passes, least)

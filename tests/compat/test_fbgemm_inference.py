@@ -128,7 +128,7 @@ def test_views_of_rows() -> None:
     row = whole[0][0][2].clone()
     module.embedding_inplace_update([0], [[4]], [row.unsqueeze(0)])
     assert torch.equal(whole[0][0][4], row)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match=r"one entry per update, got \[2, 1, 1\]"):
         module.embedding_inplace_update([0, 0], [[4]], [torch.zeros_like(row).unsqueeze(0)])
     module.embedding_inplace_update([1], [[]], [torch.zeros(0)])
     two = torch.stack([row, row])
@@ -149,6 +149,8 @@ def test_views_of_rows() -> None:
     wrong[1] = (wrong[1][0][:, 1:], wrong[1][1])
     with pytest.raises(ValueError, match=r"table 't1': expected \[5, 8\], got \[5, 7\]"):
         module.assign_embedding_weights(wrong)
+    with pytest.raises(ValueError, match="table 't0': expected 2 tensors or None, got 1"):
+        module.assign_embedding_weights([wrong[0][:1], *wrong[1:]])
 
 
 @pytest.mark.parametrize("kinds", [("INT4",) * 3, ("FP16", "INT8", "INT4")], ids="-".join)

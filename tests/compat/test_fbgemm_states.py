@@ -128,6 +128,9 @@ def test_inputs_are_prepared() -> None:
     assert layout.output_offsets_feature_rank.tolist() == [0, 4, 12, 16, 24]
     assert (layout.max_B, layout.max_B_feature_rank, layout.output_size) == (2, 1, 24)
     assert module.prepare_inputs(INDICES, OFFSETS)[3].B_offsets is None
+    for batch_sizes in ([], [[2]], [[1, 1], [2]], [[], []]):
+        with pytest.raises(ValueError, match=r"must be \[F\]\[ranks\], of 2 features"):
+            module.prepare_inputs(INDICES, OFFSETS, None, batch_sizes)
 
 
 def filled(names: Any, **options: Any) -> Any:

@@ -130,14 +130,15 @@ def test_features_without_gradient_still_train(sizes: list[list[int]] | None) ->
     assert torch.equal(masked_rows, rows)
     with pytest.raises(ValueError, match=r"one entry per feature = 2, got shape \(3,\)"):
         train(torch.ones(3))
-    with pytest.raises(ValueError, match="batch_sizes add up to 5 bags"):
-        make()(
-            INDICES,
-            offsets,
-            torch.ones(len(INDICES)),
-            feature_requires_grad=torch.tensor([0, 1]),
-            batch_size_per_feature_per_rank=[[1, 1], [2, 1]],
-        )
+    for wrong, message in (([[1, 1], [2, 1]], "add up to 5 bags"), ([], "one list per feature")):
+        with pytest.raises(ValueError, match=f"batch_sizes .*{message}"):
+            make()(
+                INDICES,
+                offsets,
+                torch.ones(len(INDICES)),
+                feature_requires_grad=torch.tensor([0, 1]),
+                batch_size_per_feature_per_rank=wrong,
+            )
 
 
 def test_no_optimizer_leaves_a_sparse_gradient() -> None:
@@ -176,6 +177,12 @@ def test_pruned_rows_are_reset(location: EmbeddingLocation) -> None:
             module.reset_embedding_weight_momentum(
                 torch.tensor([3, wrong]), torch.tensor([0, 1, 2]), *torch.tensor([[1, 0], [0, 1]])
             )
+    row, ends = torch.tensor([3]), torch.tensor([0, 1])
+    for feature, buffer in ((2, 0), (-1, 0), (0, 1), (0, -1)):
+        with pytest.raises(IndexError, match="2 features and 1 buffers"):
+            module.reset_embedding_weight_momentum(row, ends, *torch.tensor([[feature], [buffer]]))
+    with pytest.raises(ValueError, match=r"one entry per feature to prune, got \[2\] and \[1\]"):
+        module.reset_embedding_weight_momentum(row, ends, torch.tensor([0, 1]), torch.tensor([0]))
     assert all(map(torch.equal, module.split_embedding_weights(), before))
 
 

@@ -229,8 +229,8 @@ def test_repeated_keys_are_one_miss(device: torch.device) -> None:
     batch = Batch.of((1, [5, 6, 5]), (0, [5]), (1, [6, 5, 7]))
     batch.counts = torch.tensor([1, 10, 100, 2, 20, 3, 4])
     misses = twin.train(batch)
-    assert [(m.key, m.positions, m.total) for m in misses[0]] == [(5, [3], 2)]
-    assert [(m.key, m.positions, m.total) for m in misses[1]] == [
+    assert [(m.key, m.positions, m.num_uses) for m in misses[0]] == [(5, [3], 2)]
+    assert [(m.key, m.positions, m.num_uses) for m in misses[1]] == [
         (5, [0, 2, 5], 104),
         (6, [1, 4], 30),
         (7, [6], 4),
