@@ -488,8 +488,7 @@ class GradientLookup(torch.autograd.Function):
         _save(ctx, batch, sample_weights, memory if needs_memory else None)
         output_dtype, ctx.dtype = dtypes
         ctx.slower, ctx.shape, ctx.weight_offsets = slower, memory.shape, weight_offsets
-        ctx.rule, ctx.num_distinct = rule, num_distinct
-        ctx.devices = [parameter.device for parameter in parameters]
+        ctx.rule, ctx.num_distinct, ctx.devices = rule, num_distinct, [p.device for p in parameters]
         if not torch.compiler.is_compiling() and is_for_update():
             return _zero_output(batch, output_dtype, memory.device)
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
@@ -499,8 +498,7 @@ class GradientLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, each on the device of its parameter.
 
-        For sparse gradients the host waits for the device without `num_distinct` or with
-        `weight_offsets`.
+        The host waits for sparse gradients without `num_distinct` or with `weight_offsets`.
         """
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:

@@ -395,6 +395,10 @@ def test_a_hash_map_finds_what_was_inserted() -> None:
 
 def test_a_table_without_ids_in_a_map_has_no_rows() -> None:
     map_ = pruning.PrunedMap()
+    with pytest.raises(RuntimeError, match="call insert first"):
+        map_.lookup(torch.tensor([5]), torch.tensor([0, 1]))
+    with pytest.raises(RuntimeError, match="T must be > 0, got 0"):
+        map_.insert(torch.tensor([5]), torch.tensor([0]), torch.tensor([0]), 0)
     map_.insert(torch.tensor([5, 9, 7]), torch.tensor([0, -1, 1]), torch.tensor([0, 2, 2, 3]), 3)
     found = map_.lookup(torch.tensor([5, 9, 3, 5, 7]), torch.tensor([0, 2, 4, 5]))
     assert found.tolist() == [0, -1, -1, -1, 1]

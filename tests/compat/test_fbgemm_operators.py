@@ -413,6 +413,33 @@ def test_operators_refuse_tensors_that_do_not_fit(name: str, wrong: str) -> None
         assert torch.equal(arguments[key], value), f"{key} was written"
 
 
+ROWS, IDS = torch.rand(2, 4), torch.tensor([0])
+WRONG_LENGTHS: list[tuple[str, tuple[Any, ...], str]] = [
+    ("regroup_keyed_tensor", ([ROWS], [["a", "b"]], [[2]], [["a"]]), r"keys\[0\], lengths\[0\]"),
+    ("regroup_keyed_tensor", ([ROWS], [["a"], ["b"]], [[2], [2]], [["b"]]), "pooled_embs, keys"),
+    ("kt_regroup_arguments", (ROWS, [["a"]], [], [["a"]]), "keys, lengths"),
+    ("group_index_select_dim0", ([ROWS], [IDS, IDS]), "input_group, indices_group"),
+    ("batch_index_select_dim0", (ROWS.flatten(), IDS, [1], [2, 1], [4]), "input_num_indices, "),
+    ("sum_reduce_to_one", ([], torch.device("cpu")), "at least one tensor"),
+    ("stacked_jagged_1d_to_dense", (IDS, IDS.view(1, 1), [0, 1], [1, 1], 0), "max_lengths_per_key"),
+    ("bottom_k_per_row", (ROWS, torch.arange(4), True), "1 or 2 rows"),
+    ("batched_unary_embeddings", (ROWS, IDS, IDS, IDS[:0]), "table_offsets"),
+    ("init_address_lookup", (IDS, torch.tensor([0, 1]), torch.tensor([1, 1])), "emb_sizes"),
+    ("prune_embedding_tables", (1, 1, IDS, IDS, torch.tensor([0, 1]), IDS[:0]), "emb_sizes"),
+    ("remap_indices_update_utils", (0, IDS, IDS[:0], *[IDS] * 5, None), "buffer_idx"),
+    ("remap_indices_update_utils", (0, IDS, IDS, *[IDS] * 5, []), "full_values_list"),
+    ("transpose_embedding_input", (IDS, 4, IDS[:0], IDS), "hash_size_cumsum"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), WRONG_LENGTHS)
+def test_operators_name_arguments_of_wrong_length(
+    name: str, arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        OPERATORS[name][1](*arguments)
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
 def test_weights_of_another_length_raise_as_in_fbgemm(mode: int) -> None:
     peer_module("fbgemm_gpu.sparse_ops")

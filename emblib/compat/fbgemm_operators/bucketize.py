@@ -82,7 +82,7 @@ def _bag_positions(lengths: Tensor, indices: Tensor) -> Tensor:
     return segment_positions(torch.zeros_like(lengths), lengths, indices.numel())
 
 
-class _Bucketed(NamedTuple):
+class _BucketedLookups(NamedTuple):
     """Lookups sorted by bucket, then by bag."""
 
     lengths: Tensor  # number of lookups per bucket and bag, [buckets * bags]
@@ -95,17 +95,17 @@ def _routing(
     num_bags: int, block_sizes: Tensor, batch_sizes: Tensor | None, num_buckets: int
 ) -> route.Routing:
     """Return emblib's routing to `num_buckets` ranks, with one block of every table per rank."""
-    sizes = block_sizes.long()
-    num_features = sizes.numel()
-    feature_numbers = torch.arange(num_features, device=sizes.device)
-    bucket_numbers = torch.arange(num_buckets, device=sizes.device)
-    block_numbers = torch.arange(num_features * num_buckets, device=sizes.device)
+    rows_per_block = block_sizes.long()
+    num_features = rows_per_block.numel()
+    feature_numbers = torch.arange(num_features, device=rows_per_block.device)
+    bucket_numbers = torch.arange(num_buckets, device=rows_per_block.device)
+    block_numbers = torch.arange(num_features * num_buckets, device=rows_per_block.device)
     if batch_sizes is None:
         batch_size = num_bags // num_features
-        first_bags = torch.arange(num_features + 1, device=sizes.device) * batch_size
+        first_bags = torch.arange(num_features + 1, device=rows_per_block.device) * batch_size
     else:
         first_bags = complete_cumsum(batch_sizes.long())
-    first_rows = (sizes.unsqueeze(1) * bucket_numbers).flatten()
+    first_rows = (rows_per_block.unsqueeze(1) * bucket_numbers).flatten()
     first_bags_of_units = (bucket_numbers.unsqueeze(1) * num_bags + first_bags[:-1]).flatten()
     return route.Routing(
         first_bags=first_bags,
@@ -113,14 +113,16 @@ def _routing(
             [
                 feature_numbers * num_buckets,
                 torch.full_like(feature_numbers, num_buckets),
-                sizes * num_buckets,
+                rows_per_block * num_buckets,
                 torch.full_like(feature_numbers, route.RouteRule.BY_RANGE_ELSE_SPREAD.value),
             ],
             dim=1,
         ),
         blocks=torch.stack([first_rows, block_numbers, torch.ones_like(block_numbers)], dim=1),
         copies=(bucket_numbers * num_features + feature_numbers.unsqueeze(1)).flatten(),
-        units=torch.cat([first_bags_of_units, sizes.new_full((1,), num_buckets * num_bags)]),
+        units=torch.cat(
+            [first_bags_of_units, rows_per_block.new_full((1,), num_buckets * num_bags)]
+        ),
     )
 
 
@@ -130,7 +132,7 @@ def _bucketize_natively(
     block_sizes: Tensor,
     batch_sizes: Tensor | None,
     num_buckets: int,
-) -> _Bucketed:
+) -> _BucketedLookups:
     """Distribute lookups with the kernels of `emblib.ops.route`, for buckets of one block."""
     routing = _routing(lengths.numel(), block_sizes, batch_sizes, num_buckets)
     offsets = complete_cumsum(lengths)
@@ -139,7 +141,7 @@ def _bucketize_natively(
     rows, positions, _ = route.route_ids(
         indices, offsets, *routing, starts=complete_cumsum(bucketed_lengths), total=indices.numel()
     )
-    return _Bucketed(bucketed_lengths.to(lengths.dtype), rows, positions, None)
+    return _BucketedLookups(bucketed_lengths.to(lengths.dtype), rows, positions, None)
 
 
 def _split_evenly(
@@ -333,7 +335,7 @@ def block_bucketize_sparse_features_inference(
         positions, bucketed_lengths = _group_by_bucket(
             lengths, bag_of_lookup, bucket_of_lookup, my_size
         )
-        bucketed = _Bucketed(
+        bucketed = _BucketedLookups(
             bucketed_lengths, row[positions], positions, bucket_of_lookup.to(indices.dtype)
         )
     rows = bucketed.rows
@@ -363,9 +365,9 @@ _TRAILING_NAMES = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_featu
 
 def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call the inference operator without `return_bucket_mapping`; drop its last result."""
-    trailing = dict(zip(_TRAILING_NAMES, arguments[_NUM_POSITIONAL:], strict=False))
+    trailing_arguments = dict(zip(_TRAILING_NAMES, arguments[_NUM_POSITIONAL:], strict=False))
     bucketize: Any = block_bucketize_sparse_features_inference
-    return bucketize(*arguments[:_NUM_POSITIONAL], **trailing, **options)[:-1]
+    return bucketize(*arguments[:_NUM_POSITIONAL], **trailing_arguments, **options)[:-1]
 
 
 @operator(
@@ -395,9 +397,9 @@ def block_bucketize_sparse_features_2d_weights(
     **options: Any,
 ) -> _Buckets:
     """Distribute lookups as `block_bucketize_sparse_features`, with weights `[L, weights_dim]`."""
-    leading = lengths, indices, bucketize_pos, sequence, block_sizes, my_size
-    rows = weights.view(-1, weights_dim)
-    result: _Buckets = _bucketize((*leading, rows, *arguments), options)
+    leading_arguments = lengths, indices, bucketize_pos, sequence, block_sizes, my_size
+    weight_rows = weights.view(-1, weights_dim)
+    result: _Buckets = _bucketize((*leading_arguments, weight_rows, *arguments), options)
     return result
 
 
@@ -662,10 +664,11 @@ def transpose_embedding_input(
         first 0, 1, ... numbers of lookups, padded to `[L + 1]`.
 
     Raises:
-        RuntimeError: `is_index_select` is set.
+        RuntimeError: `is_index_select` is set, or there are no features.
     """
     check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
     num_features = hash_size_cumsum.numel() - 1
+    check(num_features > 0, "hash_size_cumsum must have at least 2 entries, those of one feature")
     batch_size = max((offsets.numel() - 1) // num_features, 1)
     bag_of_lookup = _bag_of_lookups(offsets.diff(), indices.numel())
     feature_of_lookup = bag_of_lookup // batch_size

@@ -16,7 +16,7 @@ from emblib.compat.fbgemm_operators.checks import check, check_ids
 from emblib.compat.fbgemm_operators.jagged import complete_cumsum
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
-_Combined = tuple[Tensor, Tensor, Tensor]
+_CombinedInput = tuple[Tensor, Tensor, Tensor]
 """Indices, offsets or lengths, and weights of all tables."""
 
 
@@ -177,8 +177,12 @@ def batched_unary_embeddings(
         table_offsets: first row of each table, and the end, `[T + 1]`.
         offsets: `[T * B + 1]`.
         indices: rows within their table, `[L]`.
+
+    Raises:
+        RuntimeError: there are no tables.
     """
     num_tables = table_offsets.numel() - 1
+    check(num_tables > 0, "table_offsets must have the first row of a table, and the end")
     batch_size = (offsets.numel() - 1) // num_tables
     lengths = offsets.diff()
     bag_of_lookup = torch.arange(lengths.numel(), device=indices.device).repeat_interleave(
@@ -213,19 +217,21 @@ def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) ->
         requires_unique: whether the values must be distinct.
 
     Raises:
-        RuntimeError: a row has fewer than k distinct values, with `requires_unique`.
+        RuntimeError: a row has fewer than k distinct values, with `requires_unique`; or there is
+            neither one k nor one per row.
     """
     rows = input.reshape(-1, input.size(-1))
     counts = k_offsets.diff().tolist()
     is_fixed = len(counts) == 1
+    check(is_fixed or len(counts) == len(rows), f"k_offsets must be of 1 or {len(rows)} rows")
     bottom_values = []
     for row, k in zip(rows, counts * len(rows) if is_fixed else counts, strict=True):
         if not requires_unique:
             bottom_values.append(row[:k])
             continue
-        distinct = list(dict.fromkeys(row.tolist()))[:k]
-        check(len(distinct) == k, f"too skewed distribution: {len(distinct)} of {k} values differ")
-        bottom_values.append(torch.tensor(sorted(distinct), dtype=input.dtype, device=input.device))
+        values = list(dict.fromkeys(row.tolist()))[:k]
+        check(len(values) == k, f"too skewed distribution: {len(values)} of {k} values differ")
+        bottom_values.append(torch.tensor(sorted(values), dtype=input.dtype, device=input.device))
     result = torch.cat(bottom_values)
     return result.view(input.size(0), -1, counts[0]) if is_fixed else result
 
@@ -278,8 +284,8 @@ def _combine_weights(
         else index.new_ones(num_used, dtype=torch.float32)
         for index, weight, num_used in zip(indices, weights, num_used_indices, strict=True)
     ]
-    joined = torch.cat(table_weights)
-    return functional.pad(joined, (0, num_weights - joined.numel()), value=1.0)
+    all_weights = torch.cat(table_weights)
+    return functional.pad(all_weights, (0, num_weights - all_weights.numel()), value=1.0)
 
 
 @operator("tbe_input_combine")
@@ -288,7 +294,7 @@ def tbe_input_combine(
     offsets_list: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
     include_last_offsets: Tensor,
-) -> _Combined:
+) -> _CombinedInput:
     """Concatenate the inputs of T tables to int32 indices, int32 offsets and float32 weights.
 
     Args:
@@ -312,7 +318,7 @@ def padding_fused_tbe_input_combine(
     per_sample_weights: Sequence[Tensor],
     include_last_offsets: Tensor,
     batch_size: int,
-) -> _Combined:
+) -> _CombinedInput:
     """Concatenate as `tbe_input_combine`, with empty bags up to `batch_size` bags per table.
 
     A table with more than `batch_size` bags raises RuntimeError.
@@ -338,7 +344,7 @@ def _combine(
     weights: Sequence[Tensor],
     has_last_offset: Tensor,
     batch_size: int | None,
-) -> _Combined:
+) -> _CombinedInput:
     """Concatenate the inputs of tables, with empty bags up to `batch_size` unless that is None."""
     _check_lists(indices, offsets, weights)
     check(
@@ -379,7 +385,7 @@ def tbe_input_combine_with_length(
     indices_list: Sequence[Tensor],
     lengths_list: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
-) -> _Combined:
+) -> _CombinedInput:
     """Concatenate the inputs of tables as `tbe_input_combine`, with lengths instead of offsets."""
     _check_lists(indices_list, lengths_list, per_sample_weights)
     sizes = [index.numel() for index in indices_list]
@@ -396,7 +402,7 @@ def padding_fused_tbe_input_combine_with_length(
     lengths_list: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
     batch_size: int,
-) -> _Combined:
+) -> _CombinedInput:
     """Concatenate as `tbe_input_combine_with_length`, with lengths of 0 up to `batch_size`.
 
     A table with more lengths raises RuntimeError.

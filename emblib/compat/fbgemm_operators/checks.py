@@ -1,5 +1,7 @@
 """Checks of the arguments of operators; they raise RuntimeError, as FBGEMM's checks do."""
 
+from collections.abc import Sized
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,14 @@ def check_one_per(name: str, tensor: Tensor | None, thing: str, count: int) -> N
         raise RuntimeError(
             f"{name} must have one entry per {thing} = {count}, got {tensor.numel()}"
         )
+
+
+def check_same_length(**arguments: Sized) -> None:
+    """Raise RuntimeError, with the names, unless all arguments have the same length."""
+    lengths = [len(argument) for argument in arguments.values()]
+    check(
+        len(set(lengths)) == 1, f"{', '.join(arguments)} must have the same length, got {lengths}"
+    )
 
 
 def check_ids(name: str, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from emblib.compat.fbgemm_operators.checks import check, check_one_per
+from emblib.compat.fbgemm_operators.checks import check, check_one_per, check_same_length
 from emblib.compat.fbgemm_operators.jagged import (
     complete_cumsum,
     dense_to_jagged,
@@ -278,12 +278,19 @@ def _pad_keys(
         offset_per_key: first value of each key, and the end, `[K + 1]`.
         max_lengths_per_key: the `max_length` of each key, `[K]`.
         padding_value: value of the entries beyond a sequence.
+
+    Raises:
+        RuntimeError: arguments differ in their number of keys.
     """
+    begins, ends = offset_per_key[:-1], offset_per_key[1:]
+    check_same_length(
+        lengths=lengths, max_lengths_per_key=max_lengths_per_key, **{"offset_per_key[1:]": ends}
+    )
     offsets = complete_cumsum(lengths)
     return [
-        jagged_to_padded_dense(values[first:last], [key_offsets], [max_length], padding_value)
-        for first, last, key_offsets, max_length in zip(
-            offset_per_key[:-1], offset_per_key[1:], offsets, max_lengths_per_key, strict=True
+        jagged_to_padded_dense(values[begin:end], [key_offsets], [max_length], padding_value)
+        for begin, end, key_offsets, max_length in zip(
+            begins, ends, offsets, max_lengths_per_key, strict=True
         )
     ]
 

@@ -16,7 +16,7 @@ from emblib.compat.fbgemm_operators.checks import check, check_ids, check_offset
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
-_Permuted = tuple[Tensor, Tensor, Tensor | None]
+_PermutedBatch = tuple[Tensor, Tensor, Tensor | None]
 """Lengths, values, and weights or None, of permuted segments."""
 
 
@@ -154,7 +154,7 @@ def permute_1d_sparse_data(
     values: Tensor,
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
-) -> _Permuted:
+) -> _PermutedBatch:
     """Return lengths, values and weights of the segments that `permute` selects, in its order.
 
     Args:
@@ -185,7 +185,7 @@ def permute_2d_sparse_data(
     values: Tensor,
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
-) -> _Permuted:
+) -> _PermutedBatch:
     """Return lengths, values and weights of the features that `permute` selects.
 
     As `permute_1d_sparse_data`, for lengths `[T, B]` of T features, to lengths `[n, B]`.
@@ -218,7 +218,7 @@ def permute_2d_sparse_data_input1d(
     stride: SymInt,
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
-) -> _Permuted:
+) -> _PermutedBatch:
     """Permute as `permute_2D_sparse_data`; lengths are flat, `[T * stride]`."""
     permuted_lengths, permuted_values, permuted_weights = permute_2d_sparse_data(
         permute, lengths.view(-1, stride), values, weights, permuted_lengths_sum
@@ -241,7 +241,7 @@ def permute_2d_sparse_preallocated_out(
     permuted_lengths_out: Tensor | None = None,
     permuted_indices_out: Tensor | None = None,
     permuted_weights_out: Tensor | None = None,
-) -> _Permuted:
+) -> _PermutedBatch:
     """Permute as `permute_2D_sparse_data`, and write the results to the `*_out` tensors.
 
     An output that is None is allocated. The outputs are returned.
@@ -251,16 +251,16 @@ def permute_2d_sparse_preallocated_out(
     """
     results = permute_2d_sparse_data(permute, lengths, values, weights, permuted_lengths_sum)
     outputs = permuted_lengths_out, permuted_indices_out, permuted_weights_out
-    for result, out in zip(results, outputs, strict=True):
+    for result, output in zip(results, outputs, strict=True):
         check(
-            out is None or result is None or out.shape == result.shape,
+            output is None or result is None or output.shape == result.shape,
             "an output does not fit: it must have the shape of its result",
         )
-    written = [
-        result if out is None or result is None else out.copy_(result)
-        for result, out in zip(results, outputs, strict=True)
+    returned_tensors = [
+        result if output is None or result is None else output.copy_(result)
+        for result, output in zip(results, outputs, strict=True)
     ]
-    return written[0], written[1], written[2]  # type: ignore[return-value]
+    return returned_tensors[0], returned_tensors[1], returned_tensors[2]  # type: ignore[return-value]
 
 
 @operator("expand_into_jagged_permute")
@@ -330,8 +330,8 @@ def jagged_to_padded_dense(
         f"max_lengths must have one length per level of offsets = {len(offsets)}, got "
         f"{len(max_lengths)}",
     )
-    for level, size in zip(reversed(offsets), reversed(max_lengths), strict=True):
-        values = _pad_level(values, level, size, padding_value)
+    for level_offsets, max_length in zip(reversed(offsets), reversed(max_lengths), strict=True):
+        values = _pad_level(values, level_offsets, max_length, padding_value)
     return values
 
 

@@ -62,8 +62,8 @@ def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Te
     rounding_terms = (powers_of_two + ((_MANTISSA_BITS - mantissa_bits) << _MANTISSA_BITS)).view(
         torch.float32
     )
-    rounded = ((rounding_terms + magnitudes) - rounding_terms).view(torch.int32)
-    normal_codes = (rounded - ((_EXPONENT_BIAS - exponent_bias) << _MANTISSA_BITS)) >> (
+    rounded_bits = ((rounding_terms + magnitudes) - rounding_terms).view(torch.int32)
+    normal_codes = (rounded_bits - ((_EXPONENT_BIAS - exponent_bias) << _MANTISSA_BITS)) >> (
         _MANTISSA_BITS - mantissa_bits
     )
     subnormal_codes = (
@@ -95,11 +95,12 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
     check_rows("t", t)
     ebits, bias, max_pos = _FP8_FORMATS[forward]
     values = functional.pad(t.float(), (0, -t.size(-1) % 4))
-    largest = values.abs().amax(-1, keepdim=True) if values.size(-1) else values.sum(-1, True)
-    scale = max_pos / (largest + 1e-20)
-    tail = torch.cat([scale, torch.zeros_like(scale)], dim=-1)
+    has_values = values.size(-1) > 0
+    magnitude = values.abs().amax(-1, keepdim=True) if has_values else values.sum(-1, True)
+    scale = max_pos / (magnitude + 1e-20)
+    scale_and_zero = torch.cat([scale, torch.zeros_like(scale)], dim=-1)
     codes = to_hfp8(values * scale, ebits, bias, max_pos)
-    return torch.cat([codes, tail.view(torch.uint8)], dim=-1)
+    return torch.cat([codes, scale_and_zero.view(torch.uint8)], dim=-1)
 
 
 @operator("FP8RowwiseQuantizedToFloat")
@@ -127,12 +128,12 @@ def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Te
     return (hfp8_to_float(codes, ebits, bias) / scale).to(DTYPES[output_dtype])
 
 
-def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:
+def _shared_exponent(group_maxima: Tensor, rounding: int) -> Tensor:
     """Return the rounded exponents of magnitudes, as float32; `rounding` is a `RoundingMode`.
 
     The exponent is NaN or infinite if rounding a magnitude overflows float32.
     """
-    magnitudes = largest.masked_fill(largest == 0, _MIN_NORMAL)
+    magnitudes = group_maxima.masked_fill(group_maxima == 0, _MIN_NORMAL)
     if rounding in (RoundingMode.even, RoundingMode.stochastic):
         num_dropped_bits = _MANTISSA_BITS - _MX4_MANTISSA_BITS
         rounding_term: Tensor | int = (1 << (num_dropped_bits - 1)) - 1
@@ -171,9 +172,10 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
     # The exponent is NaN or infinite if the group has such values, or if rounding overflowed.
     exponent = exponent.nan_to_num(128.0, posinf=128.0) - _MX4_MAX_EXPONENT
     exponent = exponent.clamp(-127, 125).int()
-    scaled = groups / _power_of_two(exponent)
-    midpoints = scaled.new_tensor(_MX4_MIDPOINTS)
-    codes = torch.bucketize(scaled.abs(), midpoints, right=True) | (scaled.signbit().long() << 3)
+    scaled_groups = groups / _power_of_two(exponent)
+    midpoints = scaled_groups.new_tensor(_MX4_MIDPOINTS)
+    signs = scaled_groups.signbit().long() << 3
+    codes = torch.bucketize(scaled_groups.abs(), midpoints, right=True) | signs
     packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
     return (
         torch.cat([packed, exponent + _EXPONENT_BIAS], dim=1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from emblib.compat.fbgemm_operators.checks import check, check_same_length
 from emblib.compat.fbgemm_operators.jagged import segment_positions
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
@@ -98,9 +99,15 @@ class _Block(NamedTuple):
 def _block_of_key(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]]
 ) -> dict[str, _Block]:
-    """Return the block of each key; the first one if several tensors have the key."""
+    """Return the block of each key; the first one if several tensors have the key.
+
+    Raises:
+        RuntimeError: `keys` and `lengths`, or the lists in them, differ in length.
+    """
+    check_same_length(keys=keys, lengths=lengths)
     blocks: dict[str, _Block] = {}
     for tensor_index, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
+        check_same_length(**{f"keys[{tensor_index}]": names, f"lengths[{tensor_index}]": widths})
         start = 0
         for name, width in zip(names, widths, strict=True):
             blocks.setdefault(name, _Block(tensor_index, start, width))
@@ -128,15 +135,16 @@ def regroup_keyed_tensor(
 
     Raises:
         KeyError: no tensor has a key of a group.
+        RuntimeError: `pooled_embs`, `keys` and `lengths` differ in length.
     """
+    check_same_length(pooled_embs=pooled_embs, keys=keys)
     blocks = _block_of_key(keys, lengths)
-    return [
-        torch.cat(
-            [pooled_embs[t].narrow(1, start, width) for t, start, width in group_blocks],
-            dim=1,
-        )
-        for group_blocks in ([blocks[key] for key in group] for group in groups)
-    ]
+
+    def columns_of(key: str) -> Tensor:
+        tensor_index, start, width = blocks[key]
+        return pooled_embs[tensor_index].narrow(1, start, width)
+
+    return [torch.cat([columns_of(key) for key in group], dim=1) for group in groups]
 
 
 _LINK = 5  # last column of a permutation of `kt_regroup_arguments`
@@ -169,6 +177,7 @@ def kt_regroup_arguments(
 
     Raises:
         KeyError: no input has a key of a group.
+        RuntimeError: `keys` and `lengths` differ in length.
     """
     blocks = _block_of_key(keys, lengths)
     permutation: list[list[int]] = []
@@ -252,7 +261,11 @@ def index_select_dim0(
 def group_index_select_dim0(
     input_group: Sequence[Tensor], indices_group: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the rows `indices_group[i]` of `input_group[i]`, for each i."""
+    """Return the rows `indices_group[i]` of `input_group[i]`, for each i.
+
+    Raises RuntimeError if the groups differ in length.
+    """
+    check_same_length(input_group=input_group, indices_group=indices_group)
     pairs = zip(input_group, indices_group, strict=True)
     return [rows.index_select(0, indices) for rows, indices in pairs]
 
@@ -276,12 +289,18 @@ def batch_index_select_dim0(
         input_columns: number of columns of each matrix.
         permute_output_dim_0_1: whether the output has the first selected row of every matrix, then
             the second ones, and so on. The numbers of selected rows must be equal.
+
+    Raises:
+        RuntimeError: the three lists of numbers differ in length.
     """
+    check_same_length(
+        input_num_indices=input_num_indices, input_rows=input_rows, input_columns=input_columns
+    )
+    if not input_rows:
+        return inputs[:0]
     sizes = [
         num_rows * columns for num_rows, columns in zip(input_rows, input_columns, strict=True)
     ]
-    if not sizes:
-        return inputs[:0]
     selected_rows = [
         matrix.view(num_rows, columns).index_select(0, matrix_indices)
         for matrix, num_rows, columns, matrix_indices in zip(
@@ -341,7 +360,8 @@ def merge_pooled_embeddings(
 
 @operator("sum_reduce_to_one")
 def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.device) -> Tensor:
-    """Return the sum of tensors on `target_device`, added in their order."""
+    """Return the sum of one or more tensors on `target_device`, added in their order."""
+    check(len(input_tensors) > 0, "input_tensors must have at least one tensor")
     total, *others = all_to_one_device(input_tensors, target_device)
     for tensor in others:
         total = total + tensor

@@ -106,13 +106,13 @@ def embedding_bag_rowwise_prune(
     num_missing = min(min_num_rows, len(weight)) - int(is_kept.sum())
     if num_missing > 0:  # as in FBGEMM, the last rows below the threshold stay, too
         is_kept[(~is_kept).nonzero()[-num_missing:, 0]] = True
-    num_columns, dtype = weight.size(1), compressed_indices_dtype
+    num_columns = weight.size(1)
     if min_save_ratio is not None and not (
         4 * (len(weight) + min_num_rows * num_columns) < min_save_ratio * 4 * weight.numel()
     ):
-        return weight, torch.zeros(1, dtype=dtype, device="cpu")
+        return weight, torch.zeros(1, dtype=compressed_indices_dtype, device="cpu")
     rows = torch.where(is_kept, is_kept.cumsum(0) - 1, _FREE)
-    return weight[is_kept], rows.to(dtype)
+    return weight[is_kept], rows.to(compressed_indices_dtype)
 
 
 @operator("pruned_array_lookup")
@@ -191,18 +191,19 @@ def pruned_hashmap_lookup(
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
     rows = torch.where(capacities > 0, torch.full_like(indices, _FREE), indices)
-    undecided = torch.arange(indices.numel(), device=indices.device)[capacities > 0]
+    open_searches = torch.arange(indices.numel(), device=indices.device)[capacities > 0]
     start_slots = _first_slots(indices, capacities.clamp(min=1))
     for step in range(int(capacities.max()) if capacities.numel() else 0):
-        if not undecided.numel():
+        if not open_searches.numel():
             break
         entries = hash_table[
-            map_starts[undecided] + (start_slots[undecided] + step) % capacities[undecided]
+            map_starts[open_searches]
+            + (start_slots[open_searches] + step) % capacities[open_searches]
         ]
-        is_hit = entries[:, 0] == indices[undecided]
-        rows[undecided[is_hit]] = entries[is_hit, 1].to(indices.dtype)
-        undecided = undecided[
-            ~is_hit & (entries[:, 0] != _FREE) & (step + 1 < capacities[undecided])
+        is_hit = entries[:, 0] == indices[open_searches]
+        rows[open_searches[is_hit]] = entries[is_hit, 1].to(indices.dtype)
+        open_searches = open_searches[
+            ~is_hit & (entries[:, 0] != _FREE) & (step + 1 < capacities[open_searches])
         ]
     return rows
 
@@ -217,8 +218,9 @@ class PrunedMap:
             indices: ids, int32 or int64 `[L]`.
             dense_indices: row of each id, `[L]`; -1 if the row was pruned.
             offsets: `[T * B + 1]`, in the dtype of `indices`.
-            T: number of tables.
+            T: number of tables, at least 1; else RuntimeError is raised.
         """
+        check(T > 0, f"T must be > 0, got {T}")
         num_slots = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
         # A table without slots would map every id to itself.
         map_offsets = torch.nn.functional.pad(num_slots.clamp(min=1).cumsum(0), (1, 0))
@@ -226,5 +228,6 @@ class PrunedMap:
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
     def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Return the row of each id, -1 for ids without one; `insert` must be called before."""
+        """Return the row of each id, -1 for ids without one; RuntimeError before `insert`."""
+        check(hasattr(self, "_map"), "there are no maps yet: call insert first")
         return pruned_hashmap_lookup(indices, offsets, *self._map)

@@ -73,10 +73,10 @@ def _schema_of(function: Callable[..., Any], writes: Sequence[str]) -> str:
 def _type_text(annotation: Any) -> str:
     if annotation in _TYPES:
         return _TYPES[annotation]
-    inner = [_type_text(kind) for kind in get_args(annotation) if kind is not NoneType]
+    inner_types = [_type_text(kind) for kind in get_args(annotation) if kind is not NoneType]
     if get_origin(annotation) is tuple:
-        return f"({', '.join(inner)})"
-    return inner[0] + ("?" if get_origin(annotation) in (Union, UnionType) else "[]")
+        return f"({', '.join(inner_types)})"
+    return inner_types[0] + ("?" if get_origin(annotation) in (Union, UnionType) else "[]")
 
 
 def is_registered() -> bool:

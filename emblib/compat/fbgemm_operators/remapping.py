@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from emblib.compat.fbgemm_operators.checks import check, check_ids, check_one_per
+from emblib.compat.fbgemm_operators.checks import check, check_ids, check_one_per, check_same_length
 from emblib.compat.fbgemm_operators.registry import operator
 
 _FREE = -1
@@ -155,7 +155,7 @@ def zero_collision_hash(
         RuntimeError: tensors do not fit each other, or arguments contradict each other.
     """
     has_eviction = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
-    if not readonly or has_eviction or any(t is not None for t in (metadata, input_metadata)):
+    if not readonly or has_eviction or metadata is not None or input_metadata is not None:
         raise NotImplementedError(
             "torch.ops.fbgemm.zero_collision_hash only looks ids up: pass readonly=True, and no "
             "eviction (in TorchRec, put the module into eval mode). To train on arbitrary ids, use "
@@ -206,8 +206,7 @@ def _slices_of_tables(offsets: Tensor) -> list[slice]:
 
     `offsets` are the first entry of each table, and the end, `[T + 1]`.
     """
-    bounds = offsets.tolist()
-    return [slice(first, last) for first, last in itertools.pairwise(bounds)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(offsets.tolist())]
 
 
 @operator("init_address_lookup")
@@ -218,7 +217,11 @@ def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_siz
         address_lookups: row of each id of all tables; written.
         buffer_offsets: first entry of each table in it, and the end, `[T + 1]`.
         emb_sizes: number of rows of each table, `[T]`.
+
+    Raises:
+        RuntimeError: `buffer_offsets` does not have one entry more than `emb_sizes`.
     """
+    check_same_length(emb_sizes=emb_sizes, **{"buffer_offsets[1:]": buffer_offsets[1:]})
     for table_slice, num_rows in zip(
         _slices_of_tables(buffer_offsets), emb_sizes.tolist(), strict=True
     ):
@@ -276,7 +279,12 @@ def prune_embedding_tables(
     Returns:
         the moved rows table by table (the single entry 0 if there are none), their offsets per
         table `[T + 1]`, and their number.
+
+    Raises:
+        RuntimeError: `buffer_offsets` does not have one entry more than `emb_sizes`; nothing is
+            written.
     """
+    check_same_length(emb_sizes=emb_sizes, **{"buffer_offsets[1:]": buffer_offsets[1:]})
     if iter > pruning_interval:
         row_utils.mul_(_DECAY)
     moved_rows = []
@@ -323,10 +331,19 @@ def remap_indices_update_utils(
             counts `values`.
         update_util: whether to count. None counts in the steps that FBGEMM counts in: the first 10,
             every 19th up to 100, and every 39th.
+
+    Raises:
+        RuntimeError: the arguments of features differ in length; nothing is written.
     """
+    check_same_length(
+        buffer_idx=buffer_idx,
+        feature_lengths=feature_lengths,
+        feature_offsets=feature_offsets,
+        full_values_list=buffer_idx if full_values_list is None else full_values_list,
+    )
     if update_util is None:
         update_util = iter < 10 or (iter < 100 and (iter + 1) % 19 == 0) or (iter + 1) % 39 == 0
-    remapped = values.clone()
+    rows = values.clone()
     features = zip(buffer_idx, feature_offsets.tolist(), feature_lengths.tolist(), strict=True)
     for feature, (table, start, length) in enumerate(features):
         if not length or len(buffer_offsets) < 2:
@@ -338,5 +355,5 @@ def remap_indices_update_utils(
                 ids if full_values_list is None else table_start + full_values_list[feature]
             )
             row_util.add_(torch.bincount(counted_ids, minlength=len(row_util)))
-        remapped[start : start + length] = address_lookup[ids].to(values.dtype)
-    return remapped
+        rows[start : start + length] = address_lookup[ids].to(values.dtype)
+    return rows
