@@ -215,7 +215,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 ) from error
             if word.isidentifier():
                 raise UsageError(
-                    f"'{word}' is no command, experiment or group: 'python run.py --help' lists "
+                    f"'{word}' is not a command, experiment or group: 'python run.py --help' lists "
                     "the commands, 'python run.py list' the experiments"
                 ) from error
         first = str(error).splitlines()[0]

@@ -137,7 +137,7 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
     part_names = dict.fromkeys(part.name for part in plan)
     if unknown := [name for name in names if name not in part_names]:
         raise UsageError(
-            f"{unknown[0]} is no part of the plan, which has {text.listed([*part_names])}"
+            f"{unknown[0]} is not part of the plan, which has {text.listed([*part_names])}"
         )
     exit_status = 0
     for part in (part for part in plan if not names or part.name in names):

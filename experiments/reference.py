@@ -182,7 +182,7 @@ def add(words: Sequence[str]) -> int:
     Return 1 if a run or a page failed, else 0; a comparison that fails does not count.
 
     Raises:
-        UsageError: a word is no experiment, or no setting that `reference add` takes.
+        UsageError: a word is neither an experiment nor a setting that `reference add` takes.
     """
     settings = [
         argument

@@ -67,7 +67,7 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     no number.
 
     Raises:
-        UsageError: a file cannot be read or is no series, or no file has a snapshot.
+        UsageError: a file cannot be read or is not a series, or no file has a snapshot.
     """
     rows = pd.concat([_read_series(path) for path in paths], ignore_index=True)
     if rows.empty:

@@ -36,7 +36,7 @@ fi
 worst=0
 
 # Run a part for at most so many seconds; its output goes to NAME.txt and its status to the summary.
-# With --list only say what it is. With open_ended=1 reaching the limit is no failure.
+# With --list only say what it is. With open_ended=1 reaching the limit is not a failure.
 part() { # NAME SECONDS what command...
   local name=$1 limit=$(($2 * minutes / 10)) what=$3 status=0 began=$SECONDS
   shift 3

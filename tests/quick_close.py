@@ -1,8 +1,8 @@
 """Compare plain tensors of the CPU without the objects that `torch.testing.assert_close` makes.
 
 It takes 0.1 ms and more per call to prepare a message that few calls need: a tenth of the processor
-time of tests of operations. What is not close by the same comparison, or is no plain tensor, goes
-to the original, which decides and explains.
+time of tests of operations. What is not close by the same comparison, or is not a plain tensor,
+goes to the original, which decides and explains.
 """
 
 from collections.abc import Callable

@@ -185,7 +185,7 @@ def cached_trains(every: int | None, device: torch.device) -> Training:
 
 @pytest.mark.parametrize("stores_rows", [False, True])
 def test_cached_tensor_trains(stores_rows: bool, device: torch.device) -> None:
-    """Padding is no key: it is neither counted nor among the ids whose uses are kept."""
+    """Padding is not a key: it is neither counted nor among the ids whose uses are kept."""
     problem = Problem(rows=(60, 24))
     one, other = (cached_trains(None, device) for _ in range(2))
     for training in (one, other) if stores_rows else ():

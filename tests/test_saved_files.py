@@ -122,7 +122,7 @@ def test_on_the_disk_before_its_name(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_flipped_bit_never_gives_other_content(name: str, tmp_path: Path) -> None:
-    """It is an error, or in what is no content, such as white space or padding."""
+    """It is an error, or in what is not content, such as white space or padding."""
     save, load = FORMATS[name]
     path = tmp_path / "file"
     save(1, path)

@@ -22,7 +22,7 @@ def as_member(kind: type[_Member], value: Any) -> _Member:
         return value
     if isinstance(value, enum.Enum):
         if type(value).__name__ != kind.__name__:  # its number means something else
-            raise ValueError(f"{value!r} is no valid {kind.__name__}")
+            raise ValueError(f"{value!r} is not a valid {kind.__name__}")
         value = value.value
     return kind(value)
 

@@ -459,7 +459,7 @@ class _BudgetedModule:
     def _shrink(self, table: _GrowableTable, buckets: int, state: DynamicState) -> None:
         """Shrink a table, then lower its limit; after an interrupt the next step completes it."""
         shrink_to(state, table.number, buckets)
-        if state.statistics is not None:  # the keys that it evicted just now are no pressure
+        if state.statistics is not None:  # the keys that it evicted just now are not pressure
             table.ages = state.statistics.read()[table.number].eviction_ages
         state.index.set_limit(table.number, buckets)
         self._budget.lower_limit(table, buckets)

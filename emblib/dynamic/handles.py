@@ -241,7 +241,7 @@ class DynamicTable:
             scores: integers `[n]`, or one number for all.
 
         Raises:
-            TypeError: scores are no integers.
+            TypeError: scores are not integers.
             ValueError: eviction is not by assigned scores, or another number of scores than of
                 keys.
         """

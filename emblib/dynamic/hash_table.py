@@ -82,8 +82,8 @@ class HashTable(SentAsCopy, nn.Module):
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
     raise these errors before they change anything: ValueError for other shapes and for scores that
-    the eviction does not accept; TypeError for keys of another dtype, scores that are no integers
-    and values that are no tensor of real numbers; RuntimeError for keys on another device.
+    the eviction does not accept; TypeError for keys of another dtype, scores that are not integers
+    and values that are not a tensor of real numbers; RuntimeError for keys on another device.
 
     Args:
         spec: capacity, dim, growth, eviction, `insert_policy`, `default_value`, and the initializer
@@ -681,7 +681,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return an attribute per state dict entry that is no parameter or buffer."""
+        """Return an attribute per state dict entry that is not a parameter or buffer."""
         return SimpleNamespace(**dict.fromkeys((*TableRows._fields, "tick")))
 
     def _fqn_modifiers(self) -> dict[str, str]:

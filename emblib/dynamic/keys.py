@@ -94,7 +94,7 @@ def as_scores(scores: Any) -> Tensor:
     Tensors of uint64 keep their bits, so scores of 2^63 and above rank lowest.
 
     Raises:
-        TypeError: scores are no integers, so that int64 would lose their order; or a dict or set.
+        TypeError: scores are not integers, so that int64 would lose their order; or a dict or set.
         ValueError: an int is not in the range of int64.
     """
     if isinstance(scores, Mapping | Set):
@@ -104,7 +104,7 @@ def as_scores(scores: Any) -> Tensor:
     checked = _checked_scores(scores)
     try:
         values = checked if isinstance(checked, Tensor) else torch.tensor(checked, device="cpu")
-    except RuntimeError as error:  # torch's error for items that are no numbers
+    except RuntimeError as error:  # torch's error for items that are not numbers
         raise TypeError(f"scores must be integers, got {scores!r}") from error
     if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):
         raise TypeError(

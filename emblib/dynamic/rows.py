@@ -437,7 +437,7 @@ class RowInitializer(nn.Module):
             return BatchReads(slots)
         first_rows, counts = self.fallback[tables_of(keys)].unbind(1)
         is_fallback = (slots < 0) & (counts > 0)
-        if is_padded():  # ids before the first bag are no lookups
+        if is_padded():  # ids before the first bag are not lookups
             is_fallback &= torch.arange(slots.numel(), device=slots.device) >= keys.starts[0]
         rows = first_rows + range_indices(keys.ids, counts)
         return BatchReads(torch.where(is_fallback, rows, slots), is_fallback=is_fallback)

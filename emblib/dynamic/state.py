@@ -651,7 +651,7 @@ def skip_pause(state: DynamicState, duration: timedelta | None = None) -> None:
 
     Raises:
         ValueError: no table has a ttl that is a time, the pause is negative, or the clock returned
-            a number that is no time.
+            a number that is not a time.
         TypeError: the pause is not a `datetime.timedelta`.
         Exception: the clock raised it.
     """

@@ -35,7 +35,7 @@ class StoredTables(NamedTuple):
         """Yield messages of problems of stored rows in a state dict.
 
         A saved table may have any number of rows, if at most as many of them have keys as the
-        module has rows. Missing entries are no problem here, since torch reports them.
+        module has rows. Missing entries are not a problem here, since torch reports them.
 
         `<prefix>key_of_row`, int64, has the key of each stored row, of all tables one after the
         other, -1 for none.

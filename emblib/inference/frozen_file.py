@@ -160,7 +160,7 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
     """Return the header of a frozen file; raises the errors of `read`."""
     prefix = file.read(_PREFIX.size)
     if not prefix or not prefix.startswith(MAGIC[: len(prefix)]):
-        raise ValueError(f"{path} is no frozen file of emblib: it does not begin as one")
+        raise ValueError(f"{path} is not a frozen file of emblib: it does not begin as one")
     if len(prefix) < _PREFIX.size:
         raise ChecksumError(f"{path} is truncated in its header; {_REMEDY}")
     _, version, crc, num_bytes = _PREFIX.unpack(prefix)

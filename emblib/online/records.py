@@ -237,7 +237,7 @@ def body_bytes(prefix: bytes, location: str) -> int:
     """Return the bytes of the body behind a prefix of `PREFIX_BYTES`.
 
     Raises:
-        LogError: it is no prefix of a record, or of another version; the message begins with
+        LogError: it is not a prefix of a record, or of another version; the message begins with
             `location`.
     """
     fields = prefix[: _FIELDS.size]

@@ -550,7 +550,7 @@ def check_archive(path: str | Path) -> None:
             with zipfile.ZipFile(file) as archive:
                 wrong_part = archive.testzip()
         except archive_errors as error:
-            raise ValueError(f"it is no whole archive of torch.save ({error})") from error
+            raise ValueError(f"it is not a whole archive of torch.save ({error})") from error
     if wrong_part is not None:
         raise ValueError(f"the checksum of its part {wrong_part} is wrong")
 

@@ -417,7 +417,7 @@ class RowCache(nn.Module):
     def evictions(self, groups: Groups) -> Tensor:
         """Return the rows that `fetch` would write back for one pass, int64; only on the CPU.
 
-        Negative entries (-1 and -2) are no rows. Nothing changes.
+        Negative entries (-1 and -2) are not rows. Nothing changes.
         """
         return cache_ops.evictions(*self._plan_arguments(groups))
 

@@ -256,7 +256,7 @@ def select_entries(
 def warn_of_meta(prefix: str, values: Mapping[str, Tensor]) -> None:
     """Warn, as torch does, that values are copied to a module on meta, which has no memory.
 
-    `prefix` names the module. Values that are on meta themselves are no reason to warn.
+    `prefix` names the module. Values that are on meta themselves are not a reason to warn.
     """
     if not all(value.is_meta for value in values.values()):
         warnings.warn(

@@ -97,7 +97,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> PackResult:
         folder: empty scratch folder, in which the reports are rebuilt.
 
     Raises:
-        BundleError: a directory is no run, its report cannot be rebuilt, or the bundle would be
+        BundleError: a directory is not a run, its report cannot be rebuilt, or the bundle would be
             too large.
         OSError: the bundle cannot be written.
     """
@@ -152,8 +152,8 @@ def _folder_in_bundle(directory: Path, used_names: Sequence[str]) -> str:
     For a reference, which is stored as <device>/<experiment>, <run> is the device.
 
     Raises:
-        BundleError: the directory is no run, its config.yaml is damaged, or its name cannot be that
-            of a folder.
+        BundleError: the directory is not a run, its config.yaml is damaged, or its name cannot be
+            that of a folder.
     """
     missing_files = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
     missing_files += [] if has_records(directory) else [POINTS]

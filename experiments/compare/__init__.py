@@ -48,14 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
     runs cannot be compared.
 
     Raises:
-        UsageError: a path is named twice, or --overview has a path that is no run.
+        UsageError: a path is named twice, or --overview has a path that is not a run.
     """
     from experiments.bundle.archive import BundleError
     from experiments.compare import machines, pages
 
     if arguments.overview:
         if other_paths := [path for path in arguments.runs if not has_records(path)]:
-            raise UsageError(f"{other_paths[0]} is no run: --overview takes directories of runs")
+            raise UsageError(f"{other_paths[0]} is not a run: --overview takes directories of runs")
         text = pages.overview(arguments.runs).markdown()
         if arguments.overview == "print":
             print(text)

@@ -144,7 +144,7 @@ def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
         if (machine.run.environment.get("git") or {}).get("dirty")
     ]
     if dirty_labels:
-        text = f"uncommitted changes on {', '.join(dirty_labels)}: what ran is no commit"
+        text = f"uncommitted changes on {', '.join(dirty_labels)}: what ran is not a commit"
         differences.append(Difference(Importance.confounder, "emblib", text))
     for machine in machines:
         run, label = machine.run, machine.label

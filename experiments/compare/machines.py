@@ -242,7 +242,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
     """Read the runs in the given order, in one mode of timing if they have one in common.
 
     Raises:
-        NotComparable: there are fewer than two, a path is no run, or they are of several
+        NotComparable: there are fewer than two, a path is not a run, or they are of several
             experiments, or of a kind whose numbers are not compared.
         UsageError: a file of a run is damaged.
     """
@@ -250,7 +250,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
     for path in paths:
         if not has_records(path):
-            raise NotComparable(f"{path} is no run: it has no {POINTS}")
+            raise NotComparable(f"{path} is not a run: it has no {POINTS}")
     runs = [Run.read(path) for path in paths]
     names = list(dict.fromkeys(str(run.config.name) for run in runs))
     if len(names) > 1:

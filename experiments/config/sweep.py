@@ -298,7 +298,7 @@ def compile_rule(text: str) -> Rule:
         It raises UsageError if the rule divides by zero or overflows.
 
     Raises:
-        UsageError: the rule is no expression of axes and numbers.
+        UsageError: the rule is not an expression of axes and numbers.
     """
     names = (*AXES, "rank")
     try:
@@ -309,7 +309,7 @@ def compile_rule(text: str) -> Rule:
             if isinstance(node, ast.Name) and node.id not in names:
                 raise TypeError(f"no axis {node.id}")
             if isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
-                raise TypeError(f"{node.value!r} is no number")
+                raise TypeError(f"{node.value!r} is not a number")
         code = compile(tree, "<rule>", "eval")
     except (SyntaxError, TypeError) as error:
         raise UsageError(

@@ -302,7 +302,7 @@ def _nearest_release(releases: Sequence[str], version: str) -> str:
 
 
 def _version_numbers(version: str) -> tuple[float, ...]:
-    """Return (2, 13) for "2.13.0+cpu"; () for text that is no version."""
+    """Return (2, 13) for "2.13.0+cpu"; () for text that is not a version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (float(match[1]), float(match[2])) if match else ()
 

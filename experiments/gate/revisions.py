@@ -76,7 +76,7 @@ def resolve(name: str) -> str:
         if shutil.which("git") is None:
             raise
         raise UsageError(
-            f"gate: '{name}' is no commit here; fetch it, or name another, e.g. gate.base=HEAD"
+            f"gate: '{name}' is not a commit here; fetch it, or name another, e.g. gate.base=HEAD"
         ) from None
     return sha.decode().strip()
 

@@ -158,7 +158,7 @@ def _failure_finding(
 ) -> PointFinding:
     """Return a finding in the state MISSING, FAILED or NEW, see `PointFinding`.
 
-    A base that failed after pairs that it completed is no proof that it cannot run the point: as
+    A base that failed after pairs that it completed is not a proof that it cannot run the point: as
     NEW the point would count for nothing, even where head looked slower in these pairs.
     """
     head, base = failures.get(Side.head), failures.get(Side.base)
@@ -183,7 +183,7 @@ def _verdict_finding(
 ) -> PointFinding:
     """Return the finding for a point that both sides ran.
 
-    More instructions are no regression if the time fell, confirmed. Their sentences then move to
+    More instructions are not a regression if the time fell, confirmed. Their sentences then move to
     `better`, which has no effect on the exit status.
     """
     resources = trial.resources.get(point.name, {})

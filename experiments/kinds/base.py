@@ -408,6 +408,6 @@ def check_contender_types(prefix: str, names: Sequence[str], wanted: ContenderTy
                 "keys.loads names loads, or in kind=growth"
             )
         raise UsageError(
-            f"{prefix}contenders: {name} is no table of keys; only tables of keys are measured "
+            f"{prefix}contenders: {name} is not a table of keys; only tables of keys are measured "
             "where keys.loads names loads, and in kind=growth"
         )

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rebuild every report that can be built; return 2 where an argument is no run."""
+    """Rebuild every report that can be built; return 2 where an argument is not a run."""
     status = 0
     for path in arguments.runs:
         if path.suffix == ".json":

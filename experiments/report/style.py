@@ -154,7 +154,7 @@ SETTINGS: Any = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "text.color": INK,
-    "text.parse_math": False,  # names of users may have "$", which is no formula
+    "text.parse_math": False,  # names of users may have "$", which is not a formula
     "xtick.color": INK,
     "ytick.color": INK,
     "grid.color": GRID,

@@ -82,7 +82,7 @@ def _mapped(path: Path, name: str) -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
-            # Files of old versions of torch are no archives, so they cannot be mapped.
+            # Files of old versions of torch are not archives, so they cannot be mapped.
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is unsafe advice
@@ -331,7 +331,7 @@ class CsvReader(LineReader):
                 words_by_table = (SEPARATORS.split(fields[t]) for t in tables)
                 try:
                     if any("_" in fields[t] for t in tables):  # `int` ignores it
-                        raise ValueError("an underscore is no digit")
+                        raise ValueError("an underscore is not a digit")
                     bags = [[int(word) for word in words if word] for words in words_by_table]
                 except ValueError as error:
                     raise TraceError(

@@ -396,7 +396,7 @@ def test_what_cannot_be_deferred(make: Callable[[], Any], message: str) -> None:
 
 
 def test_copies_and_checkpoints_have_the_same_entries() -> None:
-    """Deferral is no part of a checkpoint: it loads either way."""
+    """Deferral is not part of a checkpoint: it loads either way."""
     now, later, optimizer = pair(optim.Adam(0.1))
     assert now.state_dict().keys() == later.state_dict().keys()
     saved = FusedOptimizer.of(now).state_dict()

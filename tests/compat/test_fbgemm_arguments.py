@@ -119,7 +119,7 @@ def test_places_that_do_not_exist_raise() -> None:
     with pytest.raises(NotImplementedError, match="MTIA"):
         SplitTableBatchedEmbeddingBagsCodegen([(3, 4, HOST, ComputeDevice.MTIA)])
     swapped: Any = (3, 4, ComputeDevice.CPU, EmbeddingLocation.DEVICE)
-    with pytest.raises(ValueError, match=r"ComputeDevice\.CPU.* is no valid EmbeddingLocation"):
+    with pytest.raises(ValueError, match=r"ComputeDevice\.CPU.* is not a valid EmbeddingLocation"):
         SplitTableBatchedEmbeddingBagsCodegen([swapped])
     with pytest.raises(ValueError, match="HOST"):
         SplitTableBatchedEmbeddingBagsCodegen([(3, 4, HOST, ComputeDevice.CUDA)])

@@ -226,7 +226,7 @@ def _shows(s: Subject) -> None:
     trained(s)
     before = {name: p.detach().clone() for name, p in parameters(s).items()}
     if not all(value.numel() for value in before.values()):
-        raise NotApplicable("its rows are no parameters")
+        raise NotApplicable("its rows are not parameters")
     s.step()
     flush(s)
     for name, parameter in s.parameters().items():

@@ -594,7 +594,7 @@ def _fully_shard_ignored(s: Subject) -> None:
 @operation("Wrappers", "`torch.jit.trace`")
 def _trace(s: Subject) -> None:
     if s.kind.is_collection:
-        raise NotApplicable("its inputs are no tensors")
+        raise NotApplicable("its inputs are not tensors")
     example = (IDS, torch.arange(IDS.numel() + 1))
     with torch.no_grad():
         traced = torch.jit.trace(s.module.eval(), example, check_trace=False)

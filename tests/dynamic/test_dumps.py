@@ -294,7 +294,7 @@ def test_malformed_manifests_are_refused(tmp_path: Path) -> None:
             rewrite(path, where, value)
             with pytest.raises(DumpError, match=path.name) as raised:
                 dump_tables.read(tmp_path)
-            assert "malformed" in str(raised.value) or "is no array" in str(raised.value)
+            assert "malformed" in str(raised.value) or "is not an array" in str(raised.value)
             path.write_text(whole)
     for entry, values in WRONG_ARRAYS:
         for value in values:

@@ -69,7 +69,7 @@ def test_all_fit_where_there_is_room(
     assert there.index.size(0) == 40
     assert there.index.tick == 49, "the largest stamp"
     counted = there.index.stats()[1]
-    assert set(counted.values()) == {0}, "loading is no use of a table"
+    assert set(counted.values()) == {0}, "loading is not a use of a table"
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -107,7 +107,7 @@ def test_a_full_table_has_a_place_for_every_entry(buckets: int) -> None:
 
 
 def test_only_what_no_arrangement_has_room_for_stays_out() -> None:
-    """Where the number of buckets is no power of 2, some buckets are those of few keys."""
+    """Where the number of buckets is not a power of 2, some buckets are those of few keys."""
     given = make(33 * 32, seed=33)
     there = target(33 * 32)
     done = loading.replace(there, given)

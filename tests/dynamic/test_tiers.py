@@ -161,7 +161,7 @@ def test_state_dicts_go_between_one_tier_and_two() -> None:
 
 
 def test_copies_follow_by_changes() -> None:
-    """What moves down is no removal; what is erased, or leaves the last tier, is."""
+    """What moves down is not a removal; what is erased, or leaves the last tier, is."""
     source = DynamicEmbeddingBags(
         specs((32, 32)),
         optim.SGD(0.01),

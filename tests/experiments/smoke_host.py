@@ -111,7 +111,7 @@ class SmokeHost:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with suppress(OSError):
                 return Client(address.read_text())
-            # A pytest that an experiment starts is no worker of this one.
+            # A pytest that an experiment starts is not a worker of this one.
             environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
             host = subprocess.Popen(
                 [sys.executable, "-m", "tests.experiments.smoke_host", str(self.folder)],

@@ -88,7 +88,7 @@ PROBES = {
     (OK, "++hydra.output_subdir=../x"): "unknown key 'hydra.output_subdir'",
     (OK, "--cfg", "hydra"): "no flag --cfg: there is --help, --cfg job and -m",
     (OK, "foo["): "cannot read the arguments",
-    ("frobnicate",): "'frobnicate' is no command, experiment or group",
+    ("frobnicate",): "'frobnicate' is not a command, experiment or group",
     ("lst",): "no command 'lst'. Did you mean 'list'?",
     ("galery", "runs", "--out", "x"): "no command 'galery'. Did you mean 'gallery'?",
     ("experiment",): "'experiment' needs a value: write +experiment=NAME. There is: anchor_",

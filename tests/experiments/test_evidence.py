@@ -177,7 +177,7 @@ def test_the_plan_has_its_processes_and_a_part_that_fails_is_not_kept(
     commands.clear()
     evidence.measure(keep, ["hash_load_factor"], smoke=True)
     assert ["hash_load_factor" in " ".join(command) for command in commands] == [True]
-    with pytest.raises(UsageError, match=r"peer is no part of the plan, which has cpu_matrix"):
+    with pytest.raises(UsageError, match=r"peer is not part of the plan, which has cpu_matrix"):
         evidence.measure(keep, ["peer"], smoke=True)
 
 

@@ -75,7 +75,7 @@ def run_one(op: str, seed: str) -> None:
             continue
         for now, then in zip(readable_tensors(argument), before, strict=True):
             same = torch.equal(torch.nan_to_num(now), torch.nan_to_num(then))
-            assert same, f"argument {k} changed, which is no output"
+            assert same, f"argument {k} changed, which is not an output"
 
 
 def main(ops: list[str], seed: str, first: int, count: int) -> None:

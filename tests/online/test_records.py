@@ -1,4 +1,4 @@
-"""Records: every dtype and size comes back, and what is no record is refused."""
+"""Records: every dtype and size comes back, and what is not a record is refused."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ def test_philox_known_answers() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 3, 64, 65, 1000, 70_001])
 def test_matches_reference(device: torch.device, dtype: torch.dtype, numel: int) -> None:
     seed = 0x123456789ABCDEF + numel
-    for low, high in ((-0.5, 1.5), (-0.1, 0.2)):  # the latter are no numbers of float32
+    for low, high in ((-0.5, 1.5), (-0.1, 0.2)):  # the latter are not numbers of float32
         out = torch.empty(numel, dtype=dtype, device=device)
         fill_uniform_(out, low, high, seed)
         assert torch.equal(out.cpu(), random.uniform(numel, low, high, seed).float().to(dtype))

@@ -287,7 +287,7 @@ Device device_of_call(c10::ArrayRef<c10::IValue> arguments) {
   return cuda_device(pretend::current_device());
 }
 
-// Tensors of several devices may be compared here by what is no kernel.
+// Tensors of several devices may be compared here by what is not a kernel.
 const std::set<std::string> kAnyDevices = {"aten::_has_compatible_shallow_copy_type"};
 
 // Refuse what kernels of a GPU refuse: arguments on several devices, except numbers on the host.

@@ -112,7 +112,7 @@ void on_fault(int, siginfo_t* info, void* context) {
   if (in_device) describe(p);
   if (!in_device && in_operation) {
     std::snprintf(fault_text, sizeof(fault_text),
-                  "illegal memory access: %p is no device memory, nor pinned",
+                  "illegal memory access: %p is not device memory, nor pinned",
                   static_cast<void*>(p));
   }
   if (in_operation && running->kind == Kind::kKernel) return return_into_leave_kernel(context);

@@ -26,7 +26,7 @@ ERRORS = {
     "stream_without_a_wait": r"wrong result \[nan",
     "result_without_a_wait": r"wrong result \[nan",
     "memory_without_record_stream": rf"aten::mul.*, {ENQUEUED}: byte 0 {FREED}",
-    "pinned_memory_freed_early": rf"cudaMemcpyAsync, {ENQUEUED}: 0x\w+ is no device memory",
+    "pinned_memory_freed_early": rf"cudaMemcpyAsync, {ENQUEUED}: 0x\w+ is not device memory",
     "scratch_one_byte_short": "CUB got 8511 bytes of scratch and needs 8512",
     "scratch_smaller_than_it_says": rf"SortPairs, {ENQUEUED}: past the end, at byte \d+ {IN_USE}",
     "write_into_the_rest_of_a_page": r"bytes outside allocation #\d+ of 12 bytes, made at tests/",

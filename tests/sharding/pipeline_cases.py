@@ -142,7 +142,7 @@ class Preparing(Net):
     """Makes the input of one collection itself."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """With ids that are no object of the batch."""
+        """With ids that are not an object of the batch."""
         clicks = batch.more["clicks"]
         made = KeyedJaggedTensor(
             clicks.keys(), (clicks.values() * 7) % ROWS, lengths=clicks.lengths()

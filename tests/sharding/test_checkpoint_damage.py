@@ -317,7 +317,7 @@ def test_all_ranks_tell_of_damage_to_the_file_of_one(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_an_export_is_noticed(tmp_path: Path) -> None:
-    """Bytes that are no content, as those between parts, may be anything."""
+    """Bytes that are not content, as those between parts, may be anything."""
     path = tmp_path / "whole.pt"
     checkpoints.export(content(), path, ALONE)
     assert is_loaded(checkpoints.load_export(path))

@@ -193,7 +193,7 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "a tuple": (lambda c: c.state_dict_metadata.update(a=()), "a tuple instead"),  # type: ignore[arg-type]
     "no properties": (lambda c: vars(tensor(c)).update(properties=None), "TensorProperties"),
     "no chunks": (lambda c: vars(tensor(c)).update(chunks=5), "chunks must be a list"),
-    "a size that is no number": (
+    "a size that is not a number": (
         lambda c: vars(tensor(c)).update(size=(3,)),
         "instead of a Size",
     ),
@@ -215,11 +215,11 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "a text as length": (lambda c: each_info(c, length="1"), "the length is '1'"),
     "a long item": (lambda c: each_info(c, length=1 << 60), r"refers to byte 1152921504606\d* of"),
     "a short item": (lambda c: each_info(c, length=11), "a has 12 bytes in 11 bytes of a file"),
-    "transforms": (lambda c: each_info(c, transform_descriptors=[5]), "are no names"),
+    "transforms": (lambda c: each_info(c, transform_descriptors=[5]), "are not names"),
     "notes larger than their chunks": (lambda c: add(c, "emblib", 1 << 45), "have all of emblib"),
     "notes larger than the file": (grow, r"emblib has 35184372088832 bytes in \d+ bytes of a file"),
-    "notes that are no text": (lambda c: add(c, "emblib", 3), "'emblib' is no note"),
-    "notes that are no tensor": (
+    "notes that are not text": (lambda c: add(c, "emblib", 3), "'emblib' is not a note"),
+    "notes that are not a tensor": (
         lambda c: (
             c.state_dict_metadata.update(emblib=BytesStorageMetadata()),
             c.storage_data.update({MetadataIndex("emblib"): c.storage_data[MetadataIndex("n")]}),
@@ -277,7 +277,7 @@ def test_malformed_notes(notes: bytes, tmp_path: Path) -> None:
     content = {"a": numbers(3), "b": numbers(3, 2)}
     content["emblib"] = torch.frombuffer(bytearray(notes), dtype=torch.uint8)
     dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match="the entry 'emblib' is no note"):
+    with pytest.raises(CheckpointError, match="the entry 'emblib' is not a note"):
         checkpoints.load({"a": torch.zeros(3)}, tmp_path, ALONE)
 
 

@@ -1,4 +1,4 @@
-"""Values of checkpoints that are no tensors: numpy's scalars, and what is refused when saved."""
+"""Values of checkpoints that are not tensors: numpy's scalars, and what is refused when saved."""
 
 import io
 from pathlib import Path

@@ -83,7 +83,7 @@ def test_the_bound_of_values_beyond_bfloat16() -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_the_bound_is_not_loose(codec: Codec) -> None:
-    """Some value comes within a factor of three of it: a bound of a million is no promise."""
+    """Some value comes within a factor of three of it: a bound of a million is not a promise."""
     values = torch.rand(4096, generator=torch.Generator().manual_seed(1)) + 1
     change = (_through(codec, values, (4096,)).double() - values.double()).abs()
     bound = codec.bound(values, (4096,))

@@ -254,7 +254,7 @@ def test_what_was_read_ahead_comes_before_another_iterator() -> None:
     assert [pipeline.progress(second) for _ in range(3)] == [1.0, 10.0, 11.0]
     with pytest.raises(StopIteration):
         pipeline.progress(second)
-    # One that was not known to be drained when another came is no end of that one.
+    # One that was not known to be drained when another came is not an end of that one.
     third = iter(torch.arange(20.0, 21.0))
     assert pipeline.progress(third) == 20.0
     assert pipeline.progress(iter(torch.arange(30.0, 31.0))) == 30.0
@@ -481,7 +481,7 @@ def test_wrong_use_is_told() -> None:
     with pytest.raises(TypeError, match=r"must give \(loss, output\).*got dict"):
         next(line(forward=lambda batch: {"loss": batch})[1].run([torch.ones(1)]))
     outputs = line()[1].run([torch.ones(1), None, torch.ones(1)])
-    with pytest.raises(TypeError, match="returned None, which is no batch"):
+    with pytest.raises(TypeError, match="returned None, which is not a batch"):
         list(outputs)
 
 

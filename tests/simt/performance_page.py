@@ -130,7 +130,7 @@ That cache delivers some 24 bytes per clock and multiprocessor (an assumption: 5
 so a product needs about five MACs per byte to be bound by float32 arithmetic. Left halves of rank
 32 and more do: there tensor cores help most. Rows and gradients of left halves are bound by bytes;
 tensor cores and wide loads save instructions there (`tt_rows_kernel` and `left_grads_kernel`, for
-ranks or right columns that are no multiples of four, take more than twice as many). Gradients of
+ranks or right columns that are not multiples of four, take more than twice as many). Gradients of
 right halves (`right_partials_kernel`) have about one MAC per byte, and four right columns fill
 half a fragment: on an H100 tensor cores were slower there, so they stay in float32 arithmetic, with
 16 multiply-adds for two loads of 16 bytes. Sums of outer rows are float32 too.

@@ -72,7 +72,7 @@ extern "C" const char* simt_update(const int64_t* call) {
     const OptimizerStepArgs step = read_step(&words);
     DeviceGradArgs args = read_grads(&words);
     const int64_t chunks = num_chunk_slots(args.num_lookups);
-    std::vector<ChunkTask> tasks(chunks, {1 << 30, 0});  // what no kernel sets is no segment
+    std::vector<ChunkTask> tasks(chunks, {1 << 30, 0});  // what no kernel sets is not a segment
     std::vector<float> partials(chunks * args.chunk_sum_stride);
     args.chunk_tasks = tasks.data();
     args.chunk_sums = partials.data();

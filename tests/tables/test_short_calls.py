@@ -265,7 +265,7 @@ def test_invalid_batches_of_cached_tables(is_prefetched: bool, device: torch.dev
 
 @pytest.mark.parametrize("gradient", [1.0, float("inf")])
 def test_scaled_gradients_of_cached_tables(gradient: float, device: torch.device) -> None:
-    """A gradient that overflows is no step."""
+    """A gradient that overflows is not a step."""
     module = _cached(CachePolicy.LRU, device)
     before = [t.clone() for t in module.state_dict().values()]
     scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
@@ -524,7 +524,7 @@ def test_weights_that_a_parametrization_computes() -> None:
 def test_scaled_gradients(
     gradient: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient that overflows is no step; the scaler finds it."""
+    """A gradient that overflows is not a step; the scaler finds it."""
 
     def trained() -> list[Tensor]:
         module = _module(device=device)

@@ -160,7 +160,7 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
 
     Raises:
         RuntimeError: `group_size` is odd, or not positive.
-        ValueError: `rounding` is no member of `RoundingMode`.
+        ValueError: `rounding` is not a member of `RoundingMode`.
     """
     _check_group_size(group_size)
     rounding = RoundingMode(rounding)

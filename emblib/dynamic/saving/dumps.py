@@ -332,9 +332,9 @@ class PartReader:
             is_file_of_part = os.path.basename(name) == name and name.startswith(self.part.name)
             is_file_of_part = is_file_of_part and "\0" not in name
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise DumpError(f"{self.path} is damaged: {description} is no array") from error
+            raise DumpError(f"{self.path} is damaged: {description} is not an array") from error
         if not is_file_of_part:
-            raise DumpError(f"{self.path} is damaged: {name!r} is no file of {self.part.name}")
+            raise DumpError(f"{self.path} is damaged: {name!r} is not a file of {self.part.name}")
         path = self.path.parent / name
         file_bytes = path.stat().st_size if path.exists() else None
         if file_bytes != nbytes:

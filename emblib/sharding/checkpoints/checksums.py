@@ -101,7 +101,7 @@ def _parse_files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
     for name, sums in files.items():
         numbers = [sums.nbytes, *sums.crc32]
         if any(type(number) is not int or number < 0 for number in numbers):
-            raise ValueError(f"sums of {name} are no numbers")
+            raise ValueError(f"sums of {name} are not numbers")
         if len(sums.crc32) != -(-sums.nbytes // BLOCK_BYTES):
             raise ValueError(f"{name} has {sums.nbytes} bytes and {len(sums.crc32)} checksums")
     return files

@@ -371,7 +371,7 @@ class _Loading:
                     raise ValueError(f"cuts of {name}, of the size {size}, are {cuts}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.path}: the entry {NOTES!r} is no note of emblib.sharding.checkpoints "
+                f"{self.path}: the entry {NOTES!r} is not a note of emblib.sharding.checkpoints "
                 f"({type(error).__name__}: {error})"
             ) from error
         return column_cuts

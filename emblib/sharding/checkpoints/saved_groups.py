@@ -59,7 +59,7 @@ class SavedGroups:
             names.append(name)
         values = self._read(names)
         if not all(isinstance(values[name], list | tuple) for name in names):
-            raise CheckpointError(f"{self._prefix}param_groups of the checkpoint are no groups")
+            raise CheckpointError(f"{self._prefix}param_groups of the checkpoint are not groups")
         return [list(values[name]) for name in names]
 
     @property

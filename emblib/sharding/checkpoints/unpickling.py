@@ -225,7 +225,7 @@ def _parse_storage_info(value: Any) -> _StorageInfo:
         )
     transforms = fields.get("transform_descriptors") or ()
     if type(transforms) not in (list, tuple) or any(type(item) is not str for item in transforms):
-        raise ValueError(f"transform_descriptors of {name} are no names")
+        raise ValueError(f"transform_descriptors of {name} are not names")
     file_range = (
         _check_count(fields["offset"], "the offset"),
         _check_count(fields["length"], "the length"),

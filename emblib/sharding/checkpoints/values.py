@@ -80,7 +80,7 @@ def _number_of_numpy(numpy_type: _NumpyType, data: bytes) -> Any:
     code = _NUMPY_CODES.get(numpy_type.code)
     if code is None:
         raise ValueError(
-            f"it has a scalar of numpy's dtype {numpy_type.code!r}, which is no number"
+            f"it has a scalar of numpy's dtype {numpy_type.code!r}, which is not a number"
         )
     numbers = struct.unpack((">" if numpy_type.byte_order == ">" else "<") + code, data)
     return numbers[0] if len(numbers) == 1 else complex(*numbers)

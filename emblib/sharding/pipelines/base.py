@@ -257,7 +257,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         TypeError: see `TrainPipelineBase`; or `inputs` is not a function.
 
     `progress` also raises:
-        ValueError: `inputs` names something that is no sharded collection of the model.
+        ValueError: `inputs` names something that is not a sharded collection of the model.
         RuntimeError: the model passes another input to a collection than was sent, or calls it less
             often; or the batch of another rank is wrong.
         Exception: as a lookup raises for a wrong batch, or as `inputs` raises.

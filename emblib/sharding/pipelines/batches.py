@@ -122,7 +122,7 @@ def empty_batch(batch: Any) -> Any:
     """Return the batch without examples, for a rank that has no data left.
 
     The first dimension of tensors becomes 0, and jagged tensors lose all bags. Scalar tensors and
-    values that are no tensors stay. A batch whose examples lie along another dimension needs a
+    values that are not tensors stay. A batch whose examples lie along another dimension needs a
     function of its own, see `DrainAll`.
 
     Example:

@@ -129,7 +129,7 @@ class CallerInputs:
         """Return the calls for a batch, in the order of the function's result.
 
         Raises:
-            ValueError: a key of the result is no sharded collection of the model.
+            ValueError: a key of the result is not a sharded collection of the model.
         """
         calls = []
         for key, value in self._function(batch).items():

@@ -334,7 +334,7 @@ class JointDist:
             path = path_to(running.arguments, call.features)
             if path is None:
                 reasons[self._names[call.module]] = (
-                    "the model makes its input, which is no object of the forward's arguments"
+                    "the model makes its input, which is not an object of the forward's arguments"
                 )
             elif has_changed:
                 reasons[self._names[call.module]] = "the model changes its input in place"

@@ -332,7 +332,7 @@ class Loader:
             self._is_drained, self._attributes_at_end = True, _attributes(self._batches)
             return None
         if batch is None:
-            raise TypeError("the loader returned None, which is no batch: leave it out")
+            raise TypeError("the loader returned None, which is not a batch: leave it out")
         if self._empty_batch is None and isinstance(self.uneven_inputs, DrainAll):
             self._empty_batch = self.uneven_inputs.empty(batch)
         return batch
@@ -340,8 +340,8 @@ class Loader:
     def _was_reset(self) -> bool:
         """Return whether the iterator has changed since it was drained, as by `iter(loader)`.
 
-        Calling `next` is no test: some iterators do not raise StopIteration twice, but restart, or
-        wait for a queue that stays empty.
+        Calling `next` is not a test: some iterators do not raise StopIteration twice, but restart,
+        or wait for a queue that stays empty.
         """
         attributes = _attributes(self._batches)
         return len(attributes) != len(self._attributes_at_end) or any(

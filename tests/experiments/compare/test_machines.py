@@ -158,7 +158,7 @@ def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -
         (
             {"git": {"sha": "c08ea943fc2d", "dirty": True}},
             "emblib",
-            "uncommitted changes on another CPU: what ran is no commit",
+            "uncommitted changes on another CPU: what ran is not a commit",
         ),
         (
             {"huge_pages": "[always] madvise never"},
@@ -301,7 +301,7 @@ def test_what_cannot_be_compared_is_a_line_and_a_status(
     assert main([str(CPU), str(REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate")]) == 6
     assert "different questions" in capsys.readouterr().err
     assert main([str(CPU), str(tmp_path / "nothing")]) == 2
-    assert "is no run: it has no points.jsonl" in capsys.readouterr().err
+    assert "is not a run: it has no points.jsonl" in capsys.readouterr().err
     with pytest.raises(UsageError, match="named twice: a run is compared with other runs"):
         main([str(CPU), f"{CPU}/../{CPU.name}"])
 

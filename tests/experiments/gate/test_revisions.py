@@ -41,9 +41,9 @@ def test_revisions_are_folders_of_their_own(repository: Path, tmp_path: Path) ->
 
 
 def test_names_that_are_no_revision(repository: Path) -> None:
-    with pytest.raises(UsageError, match="'elsewhere' is no commit here"):
+    with pytest.raises(UsageError, match="'elsewhere' is not a commit here"):
         revisions.resolve("elsewhere")
-    with pytest.raises(UsageError, match="no commit"):
+    with pytest.raises(UsageError, match="not a commit"):
         revisions.resolve("--all")
     empty = Config()
     assert revisions.default_base(empty, smoke=True) == "WORKTREE"

@@ -110,7 +110,7 @@ def test_the_report_of_growth_names_the_pause(smoke_runs: Mapping[str, Path]) ->
     ("words", "message"),
     [
         (["+experiment=tbe_vs_torch", "contenders=[tbe,scored]"], "scored is a table of keys"),
-        (["+experiment=growth_latency", "contenders=[tbe]"], "tbe is no table of keys"),
+        (["+experiment=growth_latency", "contenders=[tbe]"], "tbe is not a table of keys"),
         (["+experiment=hash_load_factor", "keys.loads=[1.5]"], r"keys.loads must be in \(0, 1\]"),
         (["+experiment=hash_load_factor", "keys.operations=[fnd]"], "no operation 'fnd'"),
         (["+experiment=hash_load_factor", "keys.hits=2"], "keys.hits must be in"),

@@ -61,4 +61,4 @@ def test_what_others_computed_is_what_was_not_ours(system: FakeSystem) -> None:
     short = CpuTime()
     assert short.shares() == (None, None)
     system.spend(user=0.01)
-    assert short.shares() == (0.0, None)  # a tick is no measure
+    assert short.shares() == (0.0, None)  # a tick is not a measure

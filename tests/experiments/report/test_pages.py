@@ -37,7 +37,7 @@ _NAMED = {name: re.search(r"^kind: (\w+)", text, re.MULTILINE) for name, text in
 KINDS = {name: named[1] if named else "time" for name, named in _NAMED.items()}
 # Those that lead their processes themselves have pages of their own, and tests of their own.
 REPORTED = [name for name, kind in KINDS.items() if not kinds.find(kind).reporting.special_report]
-NOT_HERE = ("missing", "unsupported")  # an optional package that is not installed is no failure
+NOT_HERE = ("missing", "unsupported")  # an optional package that is not installed is not a failure
 TIMED = [name for name, kind in KINDS.items() if kind == "time"]
 # Of every kind one page is in `make test`, the others in `make nightly`: the smoke run of the one
 # that is named here, because other tests look at it as well, else of the first.

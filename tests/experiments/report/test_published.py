@@ -316,7 +316,7 @@ def _references_are_read_once() -> Iterator[None]:
 @pytest.mark.usefixtures("_references_are_read_once")
 def test_the_page_of_published_figures_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(compare)(["--overview", "check"]) == 0, capsys.readouterr().out
-    with pytest.raises(UsageError, match="nowhere is no run"):
+    with pytest.raises(UsageError, match="nowhere is not a run"):
         command_line(compare)(["nowhere", "--overview", "check"])
 
 

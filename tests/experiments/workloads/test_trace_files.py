@@ -105,7 +105,7 @@ def read(work: WorkloadConfig, count: int = 9) -> list[list[list[list[int]]]]:
 @pytest.mark.parametrize("write", WRITERS)
 def test_every_format_reads_the_same(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path)
-    assert read(of(path)) == [[[[1, 2], []], [[7], [7]]]]  # the third sample is no batch of two
+    assert read(of(path)) == [[[[1, 2], []], [[7], [7]]]]  # the third sample is not a batch of two
     assert read(of(path, B=1)) == [[[a], [b]] for a, b in SAMPLES]
     assert read(of(path, B=3)) == [[[a for a, _ in SAMPLES], [b for _, b in SAMPLES]]]
 
