@@ -367,7 +367,8 @@ template <class Launcher>
 void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
                   const SortBuffers<uint32_t>& sort) {
   if (plan.n == 0) return;
-  launcher(probe_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
+  launcher(probe_kernel,
+           blocks_for(plan.n, kCacheWarps, launcher.max_grid_blocks(kResidentBlocksPerSm)),
            kCacheThreads, plan, sort);
 }
 
@@ -375,7 +376,8 @@ void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
 template <class Launcher>
 void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
   if (plan.n == 0) return;
-  launcher(locate_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
+  launcher(locate_kernel,
+           blocks_for(plan.n, kCacheWarps, launcher.max_grid_blocks(kResidentBlocksPerSm)),
            kCacheThreads, plan);
 }
 
@@ -386,14 +388,17 @@ void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
                   const DeviceMissGroups& groups, const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.num_sets ? plan.n : plan.cache.num_sets;
-    launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
+    launcher(admit_kernel,
+             blocks_for(max_sets, kCacheWarps, launcher.max_grid_blocks(kResidentBlocksPerSm)),
              kCacheThreads, plan, groups);
   }
   const unsigned num_counting_blocks =
       blocks_for(plan.n, kRowsPerCountingThread * kCacheThreads,
-                 launcher.blocks(kResidentThreads / kCacheThreads));
+                 launcher.max_grid_blocks(kResidentThreadsPerSm / kCacheThreads));
   const unsigned num_writing_blocks =
-      lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(kResidentBlocksPerSm));
+      lookups.n == 0
+          ? 0
+          : blocks_for(lookups.n, kTileSize, launcher.max_grid_blocks(kResidentBlocksPerSm));
   launcher(finish_plan_kernel, num_counting_blocks + num_writing_blocks, kCacheThreads, plan,
            num_counting_blocks, lookups);
 }
@@ -403,8 +408,8 @@ template <class Launcher>
 void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
   if (args.n == 0) return;
   launcher(lookup_slots_kernel,
-           blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocksPerSm)), kTileThreads,
-           args);
+           blocks_for(args.n, kTileSize, launcher.max_grid_blocks(kResidentBlocksPerSm)),
+           kTileThreads, args);
 }
 
 }  // namespace emb::cuda

@@ -4,8 +4,8 @@
 //   features, num_features  [num_features] Feature in device memory; at least one
 //   bags                    Bags: the lookups of every bag
 //   map                     BagMap: the feature and the output row of every bag
-//   columns                 with pooling in a variable batch, the elements of the whole output;
-//                           otherwise the columns of an output row
+//   output_dim              with pooling in a variable batch, the number of elements of the whole
+//                           output; otherwise the number of columns of an output row
 //   pooling                 Pooling
 #pragma once
 
@@ -16,9 +16,9 @@ namespace emb::cuda {
 
 // The lookups and the output columns of an item. An item beyond the last one has no lookups and no
 // columns. Members that inner loops need are in registers; kernels read the other members of the
-// feature from memory where they use them.
+// feature from memory where they use them. Every lane constructs its task alone.
 struct BagTask {
-  const Feature* feature;  // features[0] for an item that belongs to no feature
+  const Feature* feature;  // the item's feature; features[0] for an item that belongs to none
   int begin = 0;           // first lookup
   int length = 0;          // number of lookups
   int dim = 0;             // number of output columns
@@ -30,10 +30,9 @@ struct BagTask {
   }
 
   // Read the task of item `item`, which may be `num_items`, the number of items, or more. Without
-  // pooling a lookup before the first bag, or of a batch without bags, belongs to no feature. Its
-  // task has no lookups, but all columns of the output row, so that the kernel writes zeros. The
-  // offsets of the bags must not decrease then: otherwise a lookup may get the feature of another
-  // bag.
+  // pooling, offsets must not decrease: otherwise a lookup may get the feature of another bag. A
+  // lookup before the first bag, or of a batch without bags, belongs to no feature; its task has no
+  // lookups, but all columns of the output row, so that the kernel writes zeros.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t num_items) : feature(args.features) {
     if (item >= num_items) return;
@@ -42,7 +41,7 @@ struct BagTask {
       return;
     }
     begin = static_cast<int>(item);
-    dim = static_cast<int>(args.columns);
+    dim = static_cast<int>(args.output_dim);
     if (args.bags.num_bags == 0 || item < args.bags.begin(0)) return;
     feature += feature_of_lookup(args.map, args.bags, args.num_features, item);
     length = 1;
@@ -58,7 +57,7 @@ struct BagTask {
   // Return the first output element of `item`, the item of this task.
   template <class Args>
   EMB_DEVICE int64_t output_element(const Args& args, int64_t item) const {
-    if (args.pooling == Pooling::kNone) return item * args.columns;
+    if (args.pooling == Pooling::kNone) return item * args.output_dim;
     return bag_output_element(args, static_cast<uint32_t>(item));
   }
 
@@ -72,16 +71,16 @@ struct BagTask {
   }
 };
 
-// Return the mean number of output columns of an item, rounded up: the host sizes grids by it,
-// since only the device knows the dim of each feature. For a variable batch without bags, return
-// args.columns.
+// Return the mean number of output columns of an item, rounded up; args.output_dim for a variable
+// batch without bags. The host sizes grids by it, since only the device knows the dim of each
+// feature.
 template <class Args>
 int64_t mean_output_columns(const Args& args) {
-  // With pooling `columns` is a sum over the features of a fixed batch, or over the bags of a
+  // With pooling, output_dim is a sum over the features of a fixed batch, or over the bags of a
   // variable batch.
   const int64_t num_terms = args.map.layout != nullptr ? args.bags.num_bags : args.num_features;
-  if (args.pooling == Pooling::kNone || num_terms == 0) return args.columns;
-  return (args.columns + num_terms - 1) / num_terms;
+  if (args.pooling == Pooling::kNone || num_terms == 0) return args.output_dim;
+  return (args.output_dim + num_terms - 1) / num_terms;
 }
 
 }  // namespace emb::cuda

@@ -45,7 +45,7 @@ inline const char* dtype_name(ScalarType type) {
 
 // The check functions below throw unless an argument has the property in their name. `op` and
 // `name` are the names of the op and of its argument, for the message. They look at dtype, shape,
-// strides and device of tensors on any device. Only check_layout reads contents.
+// strides and device of tensors on any device. Only check_feature_ranges reads contents.
 
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
@@ -111,14 +111,14 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
-// A size that means "no limit" in checks. Twice this size overflows.
+// A size that means "no limit" in checks. The sum of two of them would overflow.
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
 // The weights of a module: the addresses of one tensor per memory tier, in the order of `Tier`.
 // The tensors own the memory and must outlive this struct.
 struct TierWeights {
   const void* data[kTiers] = {};     // null for tiers that are not in the list
-  int64_t elements[kTiers] = {};     // 0 for unused tiers
+  int64_t elements[kTiers] = {};     // number of elements; 0 for unused tiers
   Dtype type = Dtype::kFloat;        // dtype of the tables; of the first tensor without tables
   Dtype cache_type = Dtype::kFloat;  // dtype of the cache; `type` without a cache
 
@@ -161,14 +161,15 @@ struct TierSizes {
       : elements{weights.elements[0], weights.elements[1], weights.elements[2]} {}
 };
 
-// Check the contents of `features`, which must be in host memory: every feature must lie inside the
-// weights of its tier (`sizes`), inside the linear row ids [0, total_rows), and inside the
-// `num_columns` columns of the output or gradient, and must have a valid tier and cache_stride.
-// Kernels on the CPU rely on this, so that no caller can make them access other memory. Of
-// `state_base` only the sign and a limit are checked. Without pooling all features begin at column
-// 0. For a variable batch with pooling pass kUnlimited columns; FeatureBags checks its output rows.
-inline void check_layout(const char* op, const Tensor& features, const TierSizes& sizes,
-                         int64_t num_columns, int64_t total_rows, Pooling pooling) {
+// Check the contents of `features`, which check_features has accepted and which must be in host
+// memory: every feature must lie inside the weights of its tier (`sizes`), inside the linear row
+// ids [0, total_rows), and inside the `num_columns` columns of the output or gradient, and must
+// have a valid tier and cache_stride. Kernels on the CPU rely on this, so that no caller can make
+// them access other memory. Of `state_base` only the sign and a limit are checked. Without pooling,
+// Feature::column is not read: all features begin at column 0. For a variable batch with pooling
+// pass kUnlimited columns; FeatureBags checks its output rows.
+inline void check_feature_ranges(const char* op, const Tensor& features, const TierSizes& sizes,
+                                 int64_t num_columns, int64_t total_rows, Pooling pooling) {
   const auto* all_features = static_cast<const Feature*>(features.const_data_ptr());
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& feature = all_features[f];
@@ -238,14 +239,14 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
 }
 
 // Return the BagMap of a batch. If `bag_layout` is passed, it is the map of a variable batch and
-// points into that tensor. `columns` is the number of columns of the pooled output of a fixed
-// batch; a variable batch ignores it. Throws unless the checks of check_bag_layout, or of
-// batch_size, pass.
+// points into that tensor. `stride` is the number of elements between rows of the pooled output, or
+// of its gradient, of a fixed batch; a variable batch ignores it. Throws as check_bag_layout, or as
+// batch_size.
 inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
-                      const std::optional<Tensor>& bag_layout, int64_t columns) {
+                      const std::optional<Tensor>& bag_layout, int64_t stride) {
   if (bag_layout) return {check_bag_layout(op, *bag_layout, offsets), 1, 0};
   const int64_t batch = batch_size(op, num_features, offsets);
-  return {nullptr, static_cast<uint32_t>(batch > 0 ? batch : 1), columns};
+  return {nullptr, static_cast<uint32_t>(batch > 0 ? batch : 1), stride};
 }
 
 // Check that `slots`, if passed, are cache slots: a contiguous int32 vector with one entry per
@@ -272,9 +273,8 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }
 
-// Check the number of dimensions of the gradient of a pooled output: [B, columns], or for a
-// variable batch a vector of the elements of all output rows. Return its number of columns, or of
-// these elements.
+// Check the number of dimensions of the gradient of a pooled output: [B, output_dim], or
+// [output_dim] for a variable batch, the elements of all output rows. Return its output_dim.
 inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool is_variable) {
   STD_TORCH_CHECK(grad.dim() == (is_variable ? 1 : 2), op,
                   ": grad must be [B, columns], or a vector with bag_layout, got ", grad.dim(),
@@ -296,8 +296,8 @@ inline Tensor with_adjacent_columns(const Tensor& rows) {
   return is_adjacent ? rows : as_contiguous(rows);
 }
 
-// Return the number of elements from one row to the next in a result of `with_adjacent_columns`;
-// for a vector, which is one row, the number of its elements.
+// Return the number of elements between rows of a result of `with_adjacent_columns`; for a vector,
+// which is one row, the number of its elements.
 inline int64_t row_stride(const Tensor& rows) {
   return rows.dim() == 2 ? rows.stride(0) : rows.numel();
 }

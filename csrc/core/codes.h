@@ -1,7 +1,8 @@
-// The choices that ops take as small integers (*codes*), and their names for messages. Ops do not
-// take strings, because the conversion of a string argument in torch's stable headers leaks a copy
-// of the string at every call. emblib/ops/codes.py has the same numbers and names, and a test
-// compares both. The choices of optimizers are in optim/optimizers.h.
+// The options that ops take as small integers (*codes*), as enums. The array after an enum has the
+// names of its values, in order, for messages. Ops do not take strings, because the conversion of a
+// string argument in torch's stable headers leaks a copy of the string at every call.
+// emblib/ops/codes.py has the same codes and names, and a test compares both. The codes of
+// optimizers are in optim/optimizers.h.
 #pragma once
 
 namespace emb {
@@ -27,7 +28,8 @@ enum class CachePolicy : int { kLru, kLfu };
 inline constexpr const char* kCachePolicies[] = {"lru", "lfu"};
 
 // The ranking of the entries of a bucket of a hash table. The entry of the lowest rank is evicted
-// first. The comment at a member lists what is compared; the first difference decides.
+// first. The comment at an enumerator lists what is compared, the most significant first; the lower
+// value ranks lower.
 enum class HashOrder : int {
   kNone,     // nothing is compared: no entry is ever evicted
   kLru,      // stamp, key
@@ -37,10 +39,13 @@ enum class HashOrder : int {
 };
 inline constexpr const char* kHashOrders[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
 
-// The condition under which a new key of a hash table evicts the lowest entry of its HashOrder.
-// With kWins the key always evicts the entry. With kCompetes the key must rank at least as high as
-// the entry. If the condition does not hold, or there is no entry to evict, the key is refused.
-enum class InsertPolicy : int { kWins, kCompetes };
+// Whether a new key evicts the entry of the lowest rank from a full bucket of a hash table. If it
+// does not, or if no entry may be evicted, the key is refused. The names are the values of
+// emblib.InsertPolicy; the comments are its members.
+enum class InsertPolicy : int {
+  kWins,     // always (ALWAYS_EVICT)
+  kCompetes  // if the entry ranks lower than the key (EVICT_IF_LOWER)
+};
 inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 
 // The accuracy of matrix products on a GPU's tensor cores, see core/mma.cuh.

@@ -15,24 +15,23 @@ namespace emb {
 // The grain of parallel_balanced for loops over bags, in lookups plus bags.
 inline constexpr int64_t kBagGrain = 512;
 
-// The range of bags of every feature. It owns `first_bags`; `map` points into the tensor
-// `bag_layout`, which must live as long as this object.
+// The range of bags of every feature. `map` points into the tensor `bag_layout`, which must live as
+// long as this object.
 struct FeatureBags {
-  // [F + 1]: feature f has the bags [first_bags[f], first_bags[f + 1]), empty for a feature without
-  // bags.
+  // [F + 1]: feature f has the bags [first_bags[f], first_bags[f + 1]), which may be none.
   std::vector<int64_t> first_bags = {0};
   BagMap map;
 
   // Find the bags of each feature. `features` [F, 8] must have been checked (check_features).
   // `offsets` has one entry more than there are bags; its contents are not read. With a
-  // `bag_layout` the batch is variable, and `features` must be in host memory. `columns` is the
+  // `bag_layout` the batch is variable, and `features` must be in host memory. `output_dim` is the
   // number of columns of the output of a fixed batch, or of elements of the output of a variable
   // batch. Throws if the number of bags does not fit a fixed batch. For a variable batch, throws if
   // the features of `bag_layout` decrease or are out of range, or if the output row of a bag does
-  // not lie inside `columns` (not checked without pooling).
+  // not lie inside the output (not checked without pooling).
   FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
-              const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t columns)
-      : map(bag_map(op, features.size(0), offsets, bag_layout, columns)) {
+              const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t output_dim)
+      : map(bag_map(op, features.size(0), offsets, bag_layout, output_dim)) {
     const int64_t num_features = features.size(0), num_bags = offsets.numel() - 1;
     first_bags.resize(num_features + 1, 0);
     if (map.layout == nullptr) {
@@ -50,10 +49,10 @@ struct FeatureBags {
                       " that ascend; bag ", bag, " has feature ", layout.feature);
       if (pooling == Pooling::kNone) continue;
       const int64_t dim = feature[f].dim;
-      STD_TORCH_CHECK(layout.element >= 0 && dim <= columns && layout.element <= columns - dim, op,
-                      ": bag_layout must name rows inside the ", columns,
-                      " elements of the output; bag ", bag, " of feature ", f, " is at element ",
-                      layout.element);
+      STD_TORCH_CHECK(
+          layout.element >= 0 && dim <= output_dim && layout.element <= output_dim - dim, op,
+          ": bag_layout must name rows inside the ", output_dim, " elements of the output; bag ",
+          bag, " of feature ", f, " is at element ", layout.element);
     }
     while (f < num_features) first_bags[++f] = num_bags;
   }

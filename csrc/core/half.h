@@ -1,8 +1,8 @@
 // The storage types fp16 (half16) and bf16 (bfloat16): 16 bits in memory, float in registers. There
-// is no arithmetic in 16 bits, only conversion. `to_float` is exact; `from_float<T>`, for these
-// types and float, rounds to nearest, ties to even, overflows to infinity and keeps NaN a NaN. Host
-// and device return the same bits, except for a NaN. On a host thread that flushes denormals
-// (torch.set_flush_denormal) `to_float` of a subnormal half16 is 0.
+// is no arithmetic in 16 bits, only conversion. `to_float` is exact. `from_float<T>`, for these
+// types and float, rounds to nearest, ties to even; large numbers become infinity, and a NaN stays
+// a NaN. Host and device return the same bits, except for a NaN. On a host thread that flushes
+// denormals (torch.set_flush_denormal) `to_float` of a subnormal half16 is 0.
 #pragma once
 
 #include <cstdint>

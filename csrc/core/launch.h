@@ -23,7 +23,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, "emblib: ", what, " failed: ", cudaGetErrorString(error));
 }
 
-// Return torch's current stream of this thread on a device. Throws if torch is no CUDA build.
+// Return torch's current stream of this thread on a device. Throws if torch is not a CUDA build.
 inline cudaStream_t current_stream(int32_t device) {
   using GetStream = AOTITorchError (*)(int32_t, void**);
   static const GetStream get_stream = [] {
@@ -34,8 +34,8 @@ inline cudaStream_t current_stream(int32_t device) {
     return reinterpret_cast<GetStream>(symbol);
   }();
   STD_TORCH_CHECK(get_stream != nullptr,
-                  "emblib: this torch has no aoti_torch_get_current_cuda_stream, so it is no CUDA "
-                  "build; install a CUDA build of torch >= 2.10");
+                  "emblib: this torch has no aoti_torch_get_current_cuda_stream, so it is not a "
+                  "CUDA build; install a CUDA build of torch >= 2.10");
   void* stream = nullptr;
   STD_TORCH_CHECK(get_stream(device, &stream) == 0,
                   "emblib: torch has no current stream for device ", device);
@@ -50,10 +50,10 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
   void* address = const_cast<void*>(tensor.const_data_ptr());
   if (tensor.device() == like.device()) return address;
   cudaPointerAttributes attributes{};
-  const bool pinned = cudaPointerGetAttributes(&attributes, address) == cudaSuccess &&
-                      attributes.type == cudaMemoryTypeHost;
-  if (!pinned) cudaGetLastError();  // reported below; the next launch must not report it again
-  STD_TORCH_CHECK(pinned, op,
+  const bool is_pinned = cudaPointerGetAttributes(&attributes, address) == cudaSuccess &&
+                         attributes.type == cudaMemoryTypeHost;
+  if (!is_pinned) cudaGetLastError();  // reported below; the next launch must not report it again
+  STD_TORCH_CHECK(is_pinned, op,
                   ": the memory of every tier must be on the device of the kernels or in pinned "
                   "host memory; move it with .to(device) or pin it with .pin_memory()");
   return attributes.devicePointer;
@@ -74,7 +74,7 @@ int device_attribute(int device) {
 }
 
 // Return the number of multiprocessors of a device.
-inline int multiprocessors(int device) {
+inline int num_multiprocessors(int device) {
   return device_attribute<cudaDevAttrMultiProcessorCount>(device);
 }
 
@@ -98,15 +98,15 @@ class CudaLauncher {
   explicit CudaLauncher(const torch::stable::Tensor& on)
       : guard_(on.get_device_index()),
         stream_(current_stream(on.get_device_index())),
-        multiprocessors_(multiprocessors(on.get_device_index())),
+        num_multiprocessors_(num_multiprocessors(on.get_device_index())),
         max_cluster_blocks_(device_max_cluster_blocks(on.get_device_index())) {}
 
   cudaStream_t stream() const { return stream_; }
 
-  // Return the number of blocks of a grid that has `per_multiprocessor` blocks per multiprocessor:
-  // the limit for grids of kernels with grid-stride loops.
-  int64_t blocks(int per_multiprocessor) const {
-    return int64_t{multiprocessors_} * per_multiprocessor;
+  // Return the maximum number of blocks of a grid of a kernel with grid-stride loops:
+  // `per_multiprocessor` blocks per multiprocessor of the device.
+  int64_t max_grid_blocks(int per_multiprocessor) const {
+    return int64_t{num_multiprocessors_} * per_multiprocessor;
   }
 
   // Return the maximum number of blocks in a cluster of `kernel`. It is 1 if the library was
@@ -152,18 +152,19 @@ class CudaLauncher {
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
-  // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster_blocks(kernel) blocks.
-  // With more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else this throws.
+  // Start `kernel` on a grid that is one cluster of num_blocks <= max_cluster_blocks(kernel)
+  // blocks. With more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else this
+  // throws.
   template <class... Parameters, class... Arguments>
-  void launch_cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block,
+  void launch_cluster(void (*kernel)(Parameters...), unsigned num_blocks, dim3 block,
                       size_t shared_bytes, const Arguments&... arguments) const {
-    if (blocks == 1) return launch_with_shared(kernel, 1, block, shared_bytes, arguments...);
+    if (num_blocks == 1) return launch_with_shared(kernel, 1, block, shared_bytes, arguments...);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = blocks;
+    attribute.val.clusterDim.x = num_blocks;
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
+    config.gridDim = num_blocks;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
@@ -180,7 +181,7 @@ class CudaLauncher {
  private:
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
-  int multiprocessors_;
+  int num_multiprocessors_;
   unsigned max_cluster_blocks_;
 };
 

@@ -12,9 +12,9 @@
 
 namespace emb {
 
-// The maximum number of lookups, and of bags, groups and the like, per call. Kernels number them
-// with int32 counters; the distance to 2^31 is for counters that pass the last one before a loop
-// ends.
+// The maximum number of lookups, and of bags, groups and the like, per call. Kernels count them
+// with int32. It is less than 2^31 by 4,096, so that a loop counter can step past the last one
+// without an overflow.
 inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 4096;
 
 // The table of a feature and its output columns: a row of the tensor `features`, int64 [F, 8].
@@ -24,9 +24,9 @@ struct Feature {
   int64_t weight_offset;  // first element of row 0 in the weights of its tier
   int64_t row_base;       // row r has the linear row id row_base + r, unique in the module; groups
                           // and caches identify rows by it
-  int64_t rows;           // rows of the table
-  int64_t dim;            // columns of a row
-  int64_t column;         // with pooling in a fixed batch: the first output column of the row
+  int64_t rows;           // number of rows of the table
+  int64_t dim;            // number of columns of a row
+  int64_t column;         // with pooling in a fixed batch: the first output column of the feature
   int64_t tier;           // memory tier of the table, a Tier below kCacheTier
   int64_t state_base;     // row-wise states of row r are entry state_base + r of the tier's states
   int64_t cache_stride;   // elements between rows of the cache; 0 if the table is not cached
@@ -36,8 +36,8 @@ inline constexpr int kFeatureColumns = 8;
 static_assert(sizeof(Feature) == kFeatureColumns * sizeof(int64_t));
 
 // The bags of a batch: bag b has the lookups [begin(b), end(b)), 0 <= b < num_bags. Offsets need
-// not be checked: they are clamped when they are read, so that every bag is a range inside [0,
-// num_lookups]. (Bags of decreasing offsets may overlap; bounds_check repairs such offsets.) The
+// not be valid. They are clamped when they are read, so that every bag is a range inside [0,
+// num_lookups]; where offsets decrease, bags may overlap (bounds_check repairs such offsets). The
 // last bag ends at num_lookups, whatever the last offset is. Lookups before the first offset belong
 // to no bag.
 struct Bags {
@@ -95,10 +95,10 @@ EMB_HD RowLocation locate_row(const Feature& feature, int64_t row, int64_t slot)
           feature.state_base + row};
 }
 
-// A divisor, at least 1, of numbers below 2^31. It divides by a multiplication and a shift, because
-// a GPU has no instruction for integer division and would need about 20 others. The quotient is
-// exact: let d be the divisor, 2^(s-1) < d <= 2^s, and m = ceil(2^(31+s) / d). For n < 2^31,
-// m n / 2^(31+s) exceeds n / d by less than 1 / d, so rounding it down gives the quotient.
+// A divisor, at least 1, of numbers n < 2^31. It divides by a multiplication and a shift, because a
+// GPU has no instruction for integer division. The quotient is exact: let d be the divisor, 2^(s-1)
+// < d <= 2^s, and m = ceil(2^(31+s) / d), which is below 2^32. Then m n / 2^(31+s) exceeds n / d by
+// less than 1 / d, so rounding it down gives the quotient.
 class Divisor {
  public:
   // NOLINTNEXTLINE: the conversion from a number is implicit on purpose.
@@ -128,27 +128,27 @@ struct BagLayout {
   int64_t element;  // first element of the bag's output row in the flat pooled output
 };
 
-// The feature and the output row of every bag. An *output element* is a position in the flat
-// output, counted from its beginning.
+// The feature and the output row of every bag. An *output element* is a position in the flat pooled
+// output, or in its gradient, counted from its beginning.
 struct BagMap {
   const BagLayout* layout = nullptr;  // [bags] of a variable batch; null for a fixed batch
-  Divisor batch = 1;                  // bags per feature of a fixed batch, at least 1
-  int64_t columns = 0;                // columns of the output of a fixed batch
+  Divisor batch_size = 1;             // fixed batch: number of bags per feature, at least 1
+  int64_t stride = 0;                 // fixed batch: number of elements between output rows
 
   // Return the feature of a bag.
   EMB_HD int64_t feature(uint32_t bag) const {
-    return layout != nullptr ? layout[bag].feature : batch.quotient(bag);
+    return layout != nullptr ? layout[bag].feature : batch_size.quotient(bag);
   }
   // Return the first output element of a bag; `column` is the first output column of its feature.
   EMB_HD int64_t output_element(uint32_t bag, int64_t column) const {
-    return layout != nullptr ? layout[bag].element : batch.remainder(bag) * columns + column;
+    return layout != nullptr ? layout[bag].element : batch_size.remainder(bag) * stride + column;
   }
 };
 
-// An item of BagItems: its lookups [begin, end), and the elements from the base of the output to
-// the item's output row.
+// An item of BagItems, with the lookups [begin, end).
 struct BagItem {
-  int64_t begin, end, output_offset;
+  int64_t begin, end;
+  int64_t output_offset;  // number of elements from the base of the output to the item's output row
 };
 
 // The bags of one feature and their output rows, as a CPU kernel sees them. A kernel works on a
@@ -166,8 +166,8 @@ struct BagItems {
   Bags bags;  // of all features
   Pooling pooling;
   const BagLayout* layout;  // [bags] of a variable batch; null for a fixed batch
-  int64_t stride;           // elements between output rows; not read for a variable batch with
-                            // pooling
+  int64_t stride;           // number of elements between output rows; not read for a variable batch
+                            // with pooling
 
   // Return the output element of the base for a range that begins at first_bag; `column` is the
   // first output column of the feature.
@@ -195,8 +195,8 @@ struct BagItems {
     const int64_t bag = first_bag + k;
     return {bags.begin(bag), bags.end(bag), output_offset(first_bag, bag)};
   }
-  // Return the elements from the base to the output row of `bag`, a bag of the range that begins at
-  // first_bag. With pooling only.
+  // Return the number of elements from the base to the output row of `bag`, a bag of the range that
+  // begins at first_bag. With pooling only.
   EMB_HD int64_t output_offset(int64_t first_bag, int64_t bag) const {
     return layout != nullptr ? layout[bag].element : (bag - first_bag) * stride;
   }
@@ -209,7 +209,7 @@ struct BagItems {
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool is_variable = map.layout != nullptr;
   // The search is over runs of bags: single bags of a variable batch, else the bags of a feature.
-  const int64_t bags_per_run = is_variable ? 1 : map.batch.value();
+  const int64_t bags_per_run = is_variable ? 1 : map.batch_size.value();
   int low = 0, high = (is_variable ? static_cast<int>(bags.num_bags) : num_features) - 1;
   while (low < high) {
     const int middle = low + (high - low + 1) / 2;

@@ -1,14 +1,15 @@
 // Products of small matrices on tensor cores: sum += a b, where a is [16, 8], b is [8, 8] and sum
 // is [16, 8]. Callers pass float32; the products are in TF32 or BF16. The matrices are distributed
 // over the registers of the 32 lanes of a warp in the layout of the instruction `mma.sync.m16n8k8`.
-// All lanes call `multiply_add` together.
+// All 32 lanes must call `multiply_add` together.
 //
 // A lane with row = lane / 4 and column = lane % 4 holds these elements, in this order:
 //   a[4]:   (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4)
 //   b[2]:   (column, row), (column + 4, row)
 //   sum[4]: (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column + 1)
-// The eight columns of a and rows of b may be permuted together, which leaves the sum: kernels
-// choose the permutation that makes their loads wide. Three types below offer three accuracies.
+// The eight columns of a and rows of b may be permuted together, which does not change the sum:
+// kernels choose the permutation that makes their loads wide. Tf32x3, Tf32 and Bf16 below offer
+// three accuracies.
 #pragma once
 
 #include "core/codes.h"
@@ -82,8 +83,8 @@ struct MmaLane {
   bool is_done = false;               // whether the product has been added to `sum`
 };
 
-// Return value number `index` of a word. kValuesPerWord is the number of values per word: one in
-// TF32, two in BF16.
+// Return value `index` of a word. kValuesPerWord is the number of values per word: one in TF32, two
+// in BF16.
 template <int kValuesPerWord>
 __attribute__((no_sanitize("thread"))) inline double unpack_value(uint32_t word, int index) {
   const uint32_t bits = kValuesPerWord == 1 ? word & ~0x1fffu
@@ -235,8 +236,8 @@ struct Bf16 {
   }
 };
 
-// Call `body` with a value of the type above that has the accuracy `precision`, for example to
-// launch a kernel template with that type.
+// Call `body` with an object of the type above for `precision`, for example to launch a kernel
+// template with that type.
 template <class Body>
 void with_product_type(MatmulPrecision precision, const Body& body) {
   switch (precision) {

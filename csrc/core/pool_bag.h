@@ -1,8 +1,8 @@
 // Pooling on one CPU thread: sums of the rows of bags, for rows of any format (floats, packed
 // numbers, rows of other tensors). Sums over random rows are bound by cache misses. So every row is
-// prefetched Rows::distance() rows before its use, also across the ends of bags. Columns are
-// processed in blocks of up to 8 registers: the sums of a block stay in registers while the block's
-// columns of all rows are read. Only `*_kernels.cpp` may include this header.
+// prefetched Rows::prefetch_distance() rows before its use, also across the ends of bags. Columns
+// are processed in blocks of up to 8 registers: the sums of a block stay in registers while the
+// block's columns of all rows are read. Only `*_kernels.cpp` may include this header.
 #pragma once
 
 #include "core/layout.h"
@@ -20,10 +20,10 @@ namespace emb::EMB_ISA {
 //                             first(n)    Vec whose first n lanes are the first n < kLanes columns;
 //                                         the other lanes are ignored
 //   prefetch(i, n)          prefetch the first n columns of row i; i may be beyond the last row
-//   distance()              number of rows between a prefetch and the use of the row
+//   prefetch_distance()     number of rows between a prefetch and the use of the row
 //
-// `finish` maps the sum of some columns to the values that are stored, Vec to Vec, for example by
-// the factor of a mean. Outputs of type O (float, half16 or bfloat16) are rounded to nearest.
+// `finish(sum)` maps a Vec of sums to the Vec that is stored, for example by the factor of a mean.
+// Outputs of type O (float, half16 or bfloat16) are rounded to nearest.
 
 // Write columns [column, column + kVectors * kLanes) of the output row `out`: `finish` of the sum
 // of rows [begin, end). The block prefetches its own columns of later rows, so that the number of
@@ -34,7 +34,7 @@ EMB_HD void pool_block(Rows rows, int64_t column, int64_t begin, int64_t end, co
   rows.skip_columns(column);
   Vec sums[kVectors] = {};
   for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + rows.distance(), kVectors * kLanes);
+    rows.prefetch(i + rows.prefetch_distance(), kVectors * kLanes);
     const auto* address = rows.at(i);
     if (address == nullptr) continue;
     const auto values = rows.values(address, i);
@@ -51,7 +51,7 @@ EMB_HD void pool_tail(Rows rows, int64_t column, int64_t begin, int64_t end, con
   rows.skip_columns(column);
   Vec sum = {};
   for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + rows.distance(), num_columns);
+    rows.prefetch(i + rows.prefetch_distance(), num_columns);
     const auto* address = rows.at(i);
     if (address == nullptr) continue;
     sum += rows.values(address, i).first(num_columns);
@@ -91,9 +91,9 @@ template <class Rows, class O>
 EMB_HD void pool_bags(const BagItems& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
                       O* out) {
   const int64_t first = bags.first_lookup(first_bag);
-  for (int64_t i = first; i < first + rows.distance(); ++i) rows.prefetch(i, rows.dim());
-  const int64_t count = bags.num_items(first_bag, last_bag);  // bags, or lookups without pooling
-  for (int64_t k = 0; k < count; ++k) {
+  for (int64_t i = first; i < first + rows.prefetch_distance(); ++i) rows.prefetch(i, rows.dim());
+  const int64_t num_items = bags.num_items(first_bag, last_bag);
+  for (int64_t k = 0; k < num_items; ++k) {
     const BagItem bag = bags.item(first_bag, k);
     const Vec factor = broadcast(mean_factor(bags.pooling, bag.end - bag.begin));
     const auto scaled = [&](Vec sum) { return sum * factor; };

@@ -14,10 +14,11 @@ EMB_HD uint64_t finalise(uint64_t x) {
   return x ^ x >> 33;
 }
 
-// Return the same hash after an addition, so that 0 is not a fixed point. Applied twice to a key it
-// selects the block of rows, and so the rank, that stores the key (block_of_key). Applied to a key
-// combined with a random number it selects the key's buckets in a table (HashTable::hash); without
-// that number an adversary could choose keys that fill one bucket. Scratch tables use `mix` too.
+// Return a hash of `x` of which 0 is not a fixed point: a constant is added first. `mix` applied
+// twice to a key selects the block of rows, and so the rank, that stores the key (block_of_key). Of
+// a key combined with a random number it selects the key's buckets in a table (HashTable::hash);
+// without that number an adversary could choose keys that fill one bucket. Scratch tables use it
+// too.
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
@@ -31,7 +32,8 @@ struct Counter4 {
   uint32_t word[4];
 };
 
-// The numbers of Philox4x32-10: factors of words 0 and 2, steps of the two words of the key.
+// The constants of Philox4x32-10: the factors of words 0 and 2 of the counter, and the numbers
+// added to words 0 and 1 of the key after each round.
 inline constexpr int kPhiloxRounds = 10;
 inline constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
 inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;

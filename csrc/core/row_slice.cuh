@@ -1,9 +1,11 @@
-// How lanes on the GPU read and write rows of T (float, half16 or bfloat16). The parts, in order:
-// RowSlice holds N neighbouring columns of a row in the registers of one lane. It keeps the format
-// of memory until a column is used, so that several rows in flight need few registers. The
-// functions read_columns, write_columns, stream_vector and stream_columns move columns as floats.
-// LaneGroup divides a warp into groups of lanes that share a row. Then come limits of grids, and
-// add_rows, the inner loop over rows.
+// Reads and writes of rows of T (float, half16 or bfloat16) by the lanes of a warp. In order:
+//   * RowSlice holds N neighbouring columns of a row in the registers of one lane, in the format of
+//     memory until a column is used, so that several rows in flight need few registers;
+//   * read_columns, write_columns, stream_vector and stream_columns move columns as floats;
+//   * LaneGroup divides a warp into groups of lanes that share a row;
+//   * limits of grids;
+//   * add_rows is the inner loop over the rows of a bag or of a group.
+// Each lane calls these functions alone; only add_rows needs the whole warp.
 //
 // In this file `num_valid` is the number of columns from an address to the end of the row: columns
 // from `num_valid` on are neither read nor written. It may be 0 or negative.
@@ -223,9 +225,9 @@ EMB_DEVICE void stream_columns(void* data, Dtype type, int64_t element, int num_
 // The position of a lane in a warp that is divided into groups of `lanes` lanes, a power of two
 // from 4 to 32. The lanes of a group share a row, N columns each.
 struct LaneGroup {
-  int lanes;  // lanes per group
-  int group;  // number of this lane's group in the warp
-  int rank;   // number of this lane in its group
+  int lanes;  // number of lanes per group
+  int group;  // index of this lane's group in the warp
+  int rank;   // index of this lane in its group
 
   EMB_DEVICE explicit LaneGroup(int lanes_of_group) : lanes(lanes_of_group) {
     group = lane_in_warp() / lanes;
@@ -235,8 +237,8 @@ struct LaneGroup {
 };
 
 // Return how many lanes a LaneGroup needs to cover a row of `dim` columns with `columns_per_lane`
-// columns each: a power of two from 4 to 32; 32 also for a wider row. Any other unit of a row may
-// stand for a column, such as a pack of 16 bytes.
+// columns each: a power of two from 4 to 32; 32 also for a wider row. Both arguments may count
+// another unit than columns, such as packs of 16 bytes.
 EMB_HD int lanes_per_row(int64_t dim, int columns_per_lane) {
   int lanes = 4;
   while (lanes < kWarpLanes && static_cast<int64_t>(lanes) * columns_per_lane < dim) lanes *= 2;
@@ -248,20 +250,20 @@ EMB_HD int lanes_per_row(int64_t dim, int columns_per_lane) {
 inline constexpr int64_t kMaxStripes = 64;
 
 // The maximum number of blocks that a multiprocessor of an A100 or H100 holds at once; their
-// threads or registers may limit it further. Many grids with grid-stride loops have at most a
-// multiple of it per multiprocessor. The multiple is greater than 1 where items differ in length,
-// so that new blocks replace blocks that end early, and a fraction for short kernels, whose blocks
+// threads or registers may limit it further. Many grids with grid-stride loops have at most this
+// number of blocks per multiprocessor, times a factor: greater than 1 where items differ in length,
+// so that new blocks replace blocks that end early; less than 1 for short kernels, whose blocks
 // have little to do.
 inline constexpr int kResidentBlocksPerSm = 32;
-// The maximum number of threads that a multiprocessor of an A100 or H100 holds at once. Grids of
-// kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once if
-// its registers and shared memory allow it.
-inline constexpr int kResidentThreads = 2048;
+// The maximum number of threads that a multiprocessor of an A100 or H100 holds at once. A grid of
+// kResidentThreadsPerSm / block size blocks per multiprocessor fills the device, and all blocks
+// begin at once if registers and shared memory allow it.
+inline constexpr int kResidentThreadsPerSm = 2048;
 
-// Return the number of blocks of a grid for `items` items, `items_per_block` each; at least 1 and
+// Return the number of blocks of a grid for num_items items, `items_per_block` each; at least 1 and
 // at most `max_blocks`.
-inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_blocks) {
-  const int64_t blocks = (items + items_per_block - 1) / items_per_block;
+inline unsigned blocks_for(int64_t num_items, int64_t items_per_block, int64_t max_blocks) {
+  const int64_t blocks = (num_items + items_per_block - 1) / items_per_block;
   return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < max_blocks ? blocks : max_blocks));
 }
 
@@ -269,13 +271,13 @@ inline constexpr int kRowsInFlight = 4;  // rows that a lane loads before it use
 
 // Add weighted rows from arbitrary addresses to `sum`: the inner loop of forward and backward. Each
 // of the first `num_row_lanes` lanes of a group passes one row: `offset`, the number of elements
-// from row 0 of the table to the row, negative for no row, and `weight`. Every lane adds its
-// columns of these rows, in the order of the lanes, with kRowsInFlight rows in flight.
+// from row 0 of the table to the row, negative for no row, and `weight`. The other lanes must pass
+// a negative offset and the weight 0. Every lane adds its columns of these rows, in the order of
+// the lanes, with kRowsInFlight rows in flight.
 //
 // `base` is the address of this lane's first column in row 0 of the table, and kVector requires
 // that the columns of every row can be loaded by load_vector. `lanes` is the number of lanes per
-// group. All 32 lanes of the warp must call this with the same `lanes` and `num_row_lanes`. Other
-// lanes must pass a negative offset and the weight 0.
+// group. All 32 lanes of the warp must call this with the same `lanes` and `num_row_lanes`.
 template <class T, int N, bool kVector>
 EMB_DEVICE void add_rows(const T* base, int64_t offset, float weight, int num_valid, int lanes,
                          int num_row_lanes, float (&sum)[N]) {

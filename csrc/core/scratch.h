@@ -24,8 +24,9 @@ inline constexpr int64_t kMaxFreeScratchBytes = 0;  // the sanitizer finds acces
 inline constexpr int64_t kMaxFreeScratchBytes = int64_t{16} << 20;
 #endif
 
-// A store of freed blocks, oldest first, of at most `max_bytes` bytes together. The store owns the
-// blocks and returns them to the system with std::free. It is not synchronised.
+// A store of free blocks of memory, oldest first, of at most `max_bytes` bytes together. The store
+// owns the blocks, which are from std::aligned_alloc or std::malloc, and returns them to the system
+// with std::free. It is not synchronised.
 class FreeBlocks {
  public:
   explicit FreeBlocks(int64_t max_bytes) : max_bytes_(max_bytes) {}

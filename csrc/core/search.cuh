@@ -1,9 +1,10 @@
 // Finds the interval that contains an element, given where the intervals start: for example the bag
-// of a lookup, or the group of a sorted position. A block takes a tile of neighbouring elements.
-// Two of its warps find the intervals of the first and the last element of the tile, with 32 probes
-// at a time. Then each thread searches for its elements between these two intervals only. All tiles
-// of a kernel but the last have equally many elements, so a long interval does not unbalance the
-// work. Kernels also use warp_search alone, for one element per warp.
+// of a lookup, or the group of a sorted position. Interval i ends where interval i + 1 starts. A
+// block takes a tile of neighbouring elements. Two of its warps find the intervals of the first and
+// the last element of the tile, with 32 probes at a time (TileSearch). Then each thread searches
+// for its elements between these two intervals only (TileSearch::find). All tiles of a kernel but
+// the last have equally many elements, so a long interval does not unbalance the work. Kernels also
+// use warp_search alone, for one element per warp.
 #pragma once
 
 #include "core/simt.cuh"

@@ -128,7 +128,7 @@ EMB_DEVICE void copy_async(void* shared, const void* global, bool reads_global) 
   }
 }
 
-// Put the copies that this thread started since its last call into one group.
+// Put the copies that this thread started since its last commit into one group.
 EMB_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until at most kGroups of this thread's groups of copies, the latest ones, are incomplete.
@@ -232,9 +232,9 @@ T* address_in_block(T* address, unsigned rank, Where where = Where::current()) {
 
 #endif
 
-// Divide the warp into groups of `lanes` lanes, a power of two; return the sum over this lane's
-// group, in every lane. All 32 lanes must call this. The additions form a butterfly, so their order
-// is the same in every run.
+// Return, in every lane, the sum of `value` over this lane's group of `lanes` neighbouring lanes, a
+// power of two. All 32 lanes must call this with the same `lanes`. The additions form a butterfly,
+// so their order is the same in every run.
 template <class T>
 EMB_DEVICE T group_sum(T value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
@@ -243,12 +243,12 @@ EMB_DEVICE T group_sum(T value, int lanes) {
   return value;
 }
 
-// Add `n`, of either sign, to a count in global memory that several threads change.
+// Add `n`, which may be negative, to a count in global memory that several threads change.
 EMB_DEVICE void atomic_add(int64_t* count, int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(n));
 }
 
-// Return the number of this warp in the grid, and the number of warps of the grid, for grid-stride
+// Return the index of this warp in the grid, and the number of warps of the grid, for grid-stride
 // loops. Grid and block have one dimension, and blocks have whole warps.
 EMB_DEVICE int64_t global_warp() {
   return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarpLanes;
@@ -257,7 +257,8 @@ EMB_DEVICE int64_t warps_in_grid() {
   return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarpLanes;
 }
 
-// Return the number of this thread in the grid, and the number of threads of the grid.
+// Return the index of this thread in the grid, and the number of threads of the grid. Grid and
+// block have one dimension.
 EMB_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }

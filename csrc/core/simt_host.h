@@ -66,29 +66,30 @@ class Machine {
   }
 
   // Run `kernel`, the kernel with its arguments, in every thread of a grid. Its blocks form
-  // clusters of `cluster` neighbours in x and have `shared_bytes` of dynamic shared memory each.
+  // clusters of `cluster_blocks` neighbours in x and have `shared_bytes` of dynamic shared memory
+  // each.
   void run(Dim3 grid, Dim3 block, size_t shared_bytes, const std::function<void()>& kernel,
-           unsigned cluster = 1) {
+           unsigned cluster_blocks = 1) {
     if (block.volume() == 0 || block.volume() > kMaxThreads || grid.volume() == 0) {
       throw std::runtime_error(
           "simt: a launch needs at least one block, of 1 to 1024 threads, got " +
           std::to_string(block.volume()) + " threads and " + std::to_string(grid.volume()) +
           " blocks");
     }
-    if (cluster == 0 || cluster > kMaxCluster || grid.x % cluster != 0) {
+    if (cluster_blocks == 0 || cluster_blocks > kMaxClusterBlocks || grid.x % cluster_blocks != 0) {
       throw std::runtime_error("simt: clusters of 1 to 8 blocks must divide the grid, got " +
-                               std::to_string(cluster) + " of " + std::to_string(grid.x));
+                               std::to_string(cluster_blocks) + " of " + std::to_string(grid.x));
     }
     kernel_ = &kernel;
     block_dim_ = block;
     threads_per_block_ = block.volume();
     warps_per_block_ = (threads_per_block_ + 31) / 32;
-    blocks_.resize(cluster);
+    blocks_.resize(cluster_blocks);
     set_grid(grid, block);
-    const unsigned clusters = grid.volume() / cluster;
-    for (unsigned i = 0; i < clusters; ++i) {
-      const unsigned first = (is_reversed_ ? clusters - 1 - i : i) * cluster;
-      for (unsigned rank = 0; rank < cluster; ++rank) {
+    const unsigned num_clusters = grid.volume() / cluster_blocks;
+    for (unsigned i = 0; i < num_clusters; ++i) {
+      const unsigned first = (is_reversed_ ? num_clusters - 1 - i : i) * cluster_blocks;
+      for (unsigned rank = 0; rank < cluster_blocks; ++rank) {
         const unsigned b = first + rank;
         Block& next_block = blocks_[rank];
         next_block.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
@@ -148,7 +149,7 @@ class Machine {
       for (unsigned w = first; w < first + warps_per_block_; ++w) runnable_lanes_[w] = all_lanes(w);
       return;
     }
-    wait();
+    suspend();
   }
 
   // Wait for all threads of the cluster.
@@ -168,7 +169,7 @@ class Machine {
       for (unsigned w = 0; w < num_warps(); ++w) runnable_lanes_[w] = all_lanes(w);
       return;
     }
-    wait();
+    suspend();
   }
 
   // Wait for the lanes in `mask` at the collective `name`; return what every lane passed as
@@ -182,7 +183,7 @@ class Machine {
     if ((mask & ~all_lanes(warp)) != 0) {
       fail_at(where, std::string(name) + " names lanes beyond the end of the block");
     }
-    if ((mask & done_lanes_[warp]) != 0) {
+    if ((mask & exited_lanes_[warp]) != 0) {
       fail_at(where, std::string(name) + " names lanes that have left the kernel");
     }
     self.meeting_name = name;
@@ -191,9 +192,9 @@ class Machine {
     self.value = value;
     waiting_lanes_[warp] |= bit;
     if ((waiting_lanes_[warp] & mask) == mask) {
-      complete(warp, mask);
+      complete_collective(warp, mask);
     } else {
-      wait();
+      suspend();
     }
     Exchange& exchange = exchanges_[warp][self.exchange];
     exchange.unread_lanes &= ~bit;
@@ -209,7 +210,7 @@ class Machine {
     self.copies.push_back({to, from, num_words, reads_global, self.num_copy_groups});
   }
 
-  // Put the copies that this thread started since its last call into one group.
+  // Put the copies that this thread started since its last commit into one group.
   void commit_copies() { ++threads_[current_thread_].num_copy_groups; }
 
   // Complete the committed groups of copies of this thread except the latest `groups_in_flight`.
@@ -241,8 +242,8 @@ class Machine {
 
  private:
   static constexpr unsigned kMaxThreads = 1024;
-  static constexpr unsigned kMaxCluster = 8;  // the portable maximum of CUDA
-  static constexpr unsigned kMaxWarps = kMaxCluster * kMaxThreads / 32;
+  static constexpr unsigned kMaxClusterBlocks = 8;  // the portable maximum of CUDA
+  static constexpr unsigned kMaxWarps = kMaxClusterBlocks * kMaxThreads / 32;
 
   // The unit in which dynamic shared memory is allocated and aligned.
   struct Chunk {
@@ -278,12 +279,12 @@ class Machine {
     unsigned num_copy_groups = 0;        // closed groups of copies
   };
 
-  // The values of a completed collective, kept until all its lanes have read them.
+  // The values of a completed collective. It is in use until all lanes of the mask have read them.
   struct Exchange {
     WarpValues values;
     unsigned unread_lanes = 0;  // lanes that have not read them yet, a bit each
   };
-  // The exchanges of a warp. Each of the 32 lanes leaves at most one unread, so one is always free.
+  // The exchanges of a warp. Each of the 32 lanes has at most one unread, so one is always free.
   using Exchanges = std::array<Exchange, 33>;
 
   Machine() {
@@ -304,7 +305,8 @@ class Machine {
            std::to_string(where.line());
   }
 
-  // Return the number of warps of the cluster.
+  // Return the number of warps of the cluster. A warp has 32 thread numbers, even if the last warp
+  // of a block has fewer threads.
   unsigned num_warps() const { return warps_per_block_ * num_cluster_blocks(); }
   // Return the bit mask of the threads of a warp, which are fewer in the last warp of a block.
   unsigned all_lanes(unsigned warp) const {
@@ -325,7 +327,7 @@ class Machine {
     }
     for (unsigned w = 0; w < num_warps(); ++w) {
       runnable_lanes_[w] = all_lanes(w);
-      waiting_lanes_[w] = done_lanes_[w] = 0;
+      waiting_lanes_[w] = exited_lanes_[w] = 0;
       for (Exchange& exchange : exchanges_[w]) exchange.unread_lanes = 0;
     }
     for (unsigned t = 0; t < num_warps() * 32; ++t) {
@@ -339,7 +341,7 @@ class Machine {
     }
     // next_thread begins with the warp of the current thread.
     current_thread_ = is_reversed_ ? num_warps() * 32 - 1 : 0;
-    enter(main_fiber_, next_thread());
+    switch_to_thread(main_fiber_, next_thread());
     if (!failure_message_.empty()) {
       // The other fibers stopped in the middle of the kernel: restart their stacks.
       const std::string message = failure_message_;
@@ -373,24 +375,25 @@ class Machine {
            location_text(cluster_barrier_));
     }
     runnable_lanes_[warp] &= ~(1u << lane());
-    done_lanes_[warp] |= 1u << lane();
+    exited_lanes_[warp] |= 1u << lane();
     if (++block.num_exited == threads_per_block_)
       std::fill(block.shared.begin(), block.shared.end(), kUnwritten);
     if (++num_exited_ == threads_per_block_ * num_cluster_blocks()) {
       fibers_[self]->switch_to(main_fiber_);
     } else {
-      enter(*fibers_[self], next_thread());
+      switch_to_thread(*fibers_[self], next_thread());
     }
   }
 
-  // Suspend the current thread until another one makes it runnable.
-  void wait() {
+  // Suspend the current thread. Return when another thread has made it runnable and it is its turn.
+  void suspend() {
     runnable_lanes_[current_thread_ / 32] &= ~(1u << lane());
-    enter(*fibers_[current_thread_], next_thread());
+    switch_to_thread(*fibers_[current_thread_], next_thread());
   }
 
-  // Switch from fiber `from` to a thread.
-  void enter(Fiber& from, unsigned thread) {
+  // Continue `thread`, a number in the cluster, on its fiber; `from` is the running fiber. Return
+  // when a fiber switches back to `from`.
+  void switch_to_thread(Fiber& from, unsigned thread) {
     current_thread_ = thread;
     set_thread();
     from.switch_to(*fibers_[thread]);
@@ -411,8 +414,8 @@ class Machine {
   }
 
   // Complete a collective when the last lane of its mask has arrived: store the values of these
-  // lanes in an exchange that no lane has yet to read, and make the lanes runnable.
-  void complete(unsigned warp, unsigned mask) {
+  // lanes in a free exchange, and make the lanes runnable.
+  void complete_collective(unsigned warp, unsigned mask) {
     unsigned free_index = 0;
     while (exchanges_[warp][free_index].unread_lanes != 0) ++free_index;
     Exchange& exchange = exchanges_[warp][free_index];
@@ -435,16 +438,16 @@ class Machine {
 
   // Return a text that states where threads wait, and how many.
   std::string waiting_report() const {
-    std::map<std::string, unsigned> groups;
+    std::map<std::string, unsigned> num_threads_at;
     for (unsigned t = 0; t < num_warps() * 32; ++t) {
-      if ((done_lanes_[t / 32] >> (t % 32) & 1u) || threads_[t].meeting_name == nullptr) continue;
+      if ((exited_lanes_[t / 32] >> (t % 32) & 1u) || threads_[t].meeting_name == nullptr) continue;
       const bool is_in_collective = (waiting_lanes_[t / 32] >> (t % 32) & 1u) != 0;
       if (!is_in_collective && (runnable_lanes_[t / 32] >> (t % 32) & 1u)) continue;
-      ++groups["warp " + std::to_string(t / 32) + " in " + threads_[t].meeting_name + " at " +
-               location_text(threads_[t].where)];
+      ++num_threads_at["warp " + std::to_string(t / 32) + " in " + threads_[t].meeting_name +
+                       " at " + location_text(threads_[t].where)];
     }
     std::string report;
-    for (const auto& [where, count] : groups) {
+    for (const auto& [where, count] : num_threads_at) {
       report += "\n  " + std::to_string(count) + " threads of " + where;
     }
     return report;
@@ -474,7 +477,7 @@ class Machine {
   bool cluster_has_met_ = false;                          // at a first cluster_sync
   // The lanes of each warp that can run, wait at a collective, or have left the kernel.
   unsigned runnable_lanes_[kMaxWarps] = {};
-  unsigned waiting_lanes_[kMaxWarps] = {}, done_lanes_[kMaxWarps] = {};
+  unsigned waiting_lanes_[kMaxWarps] = {}, exited_lanes_[kMaxWarps] = {};
   bool is_reversed_ = false;
 };
 
@@ -530,7 +533,8 @@ T from_word(uint64_t word) {
   return value;
 }
 
-// Exchange `value` with all lanes in `mask`; return `pick(lane, values)` for this lane.
+// Exchange `value` with all lanes in `mask`; return pick(lane, values), where `lane` is this lane
+// and `values` are those of all lanes.
 template <class Pick>
 auto collective(const char* name, unsigned mask, uint64_t value, Where where, const Pick& pick) {
   Machine& machine = Machine::get();
@@ -568,14 +572,14 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
                     });
 }
 
-// Starts kernels on the emulated machine. It has all functions of CudaLauncher except `stream`. A
-// launch returns when the kernel has run. Throws std::runtime_error as Machine::run does. Pointers
-// are addresses of the host. `launch_cluster` runs one cluster of `blocks` blocks.
+// Starts kernels in the emulation. It has all functions of CudaLauncher (core/launch.h) except
+// `stream`. A launch returns when the kernel has run, and throws std::runtime_error as Machine::run
+// does. Pointers are addresses of the host.
 struct HostLauncher {
   unsigned device_max_cluster_blocks = 8;  // 1 for a device without clusters
 
-  // Return a small number, so that grid-stride loops iterate more than once.
-  int64_t blocks(int) const { return 3; }
+  // Return 3, so that grid-stride loops iterate more than once on small inputs.
+  int64_t max_grid_blocks(int) const { return 3; }
 
   template <class Kernel>
   unsigned max_cluster_blocks(Kernel*) const {
@@ -595,9 +599,9 @@ struct HostLauncher {
   void zero(void* data, size_t bytes) const { std::memset(data, 0, bytes); }
 
   template <class... Parameters, class... Arguments>
-  void launch_cluster(void (*kernel)(Parameters...), unsigned blocks, Dim3 block,
+  void launch_cluster(void (*kernel)(Parameters...), unsigned num_blocks, Dim3 block,
                       size_t shared_bytes, const Arguments&... arguments) const {
-    Machine::get().run(blocks, block, shared_bytes, [&] { kernel(arguments...); }, blocks);
+    Machine::get().run(num_blocks, block, shared_bytes, [&] { kernel(arguments...); }, num_blocks);
   }
 };
 

@@ -29,20 +29,20 @@ struct UploadWords {
 };
 
 // Work that the first launch of an upload also does, to save a launch before a backward pass or an
-// update step. It fills `zeros` with 0 and adds 1 to `step`. If the gradient of the batch is not
-// finite, the step is skipped: it is not counted, and the uploaded words from `first_update_word`
-// on, the arguments of the update, are written as 0. `zeros` is filled in any case. All pointers
-// are to device memory.
+// update step: fill `zeros` with 0, and add 1 to `step`. If the gradient of the batch is not
+// finite, the step is skipped: it is not counted, and zeros replace the uploaded words from
+// `first_update_word` on, which are the arguments of the update. `zeros` is filled in any case. All
+// pointers are to device memory.
 struct StepStart {
   float* zeros = nullptr;           // [num_zeros], filled with 0; aligned to 16 bytes
   int64_t num_zeros = 0;            // a multiple of 4; 0 if there is nothing to fill
   double* step = nullptr;           // [1], incremented unless skipped; null to count nothing
   const bool* is_finite = nullptr;  // [1]; null if the gradient is known to be finite
-  int64_t first_update_word = 0;    // position among the uploaded words; <= 0: all of them
+  int64_t first_update_word = 0;    // index among the uploaded words; <= 0: all are of the update
 };
 
-// Copy `num_words` words to device memory `target`, and do the work of `step_start`. There may be
-// at most kWords words, and at most as many as threads of the grid.
+// Copy `num_words` words to device memory `target`, and do the work of `step_start`. `num_words` is
+// at most kWords, and at most the number of threads of the grid.
 template <int kWords>
 __global__ void __launch_bounds__(kUploadThreads)
     upload_kernel(const EMB_GRID_CONSTANT UploadWords<kWords> words, int num_words,
@@ -66,7 +66,7 @@ void upload_words(const Launcher& launcher, const uint64_t* source, int num_word
   // The third argument, the maximum number of blocks, is never reached here.
   const unsigned word_blocks = blocks_for(num_words, kUploadThreads, kWords);
   const unsigned zero_blocks = blocks_for(step_start.num_zeros / 4, kUploadThreads,
-                                          launcher.blocks(kResidentBlocksPerSm / 2));
+                                          launcher.max_grid_blocks(kResidentBlocksPerSm / 2));
   launcher(upload_kernel<kWords>, word_blocks > zero_blocks ? word_blocks : zero_blocks,
            kUploadThreads, words, num_words, target, step_start);
 }

@@ -111,7 +111,8 @@ EMB_HD void store(T* p, Vec v) {
 
 #endif
 
-// Copy n < kLanes elements. By powers of two, because a loop would become a call of memcpy.
+// Copy n < kLanes elements, in copies of powers of two: a loop over n would become a call of
+// memcpy.
 template <class T>
 EMB_HD void copy_first(const T* from, int n, T* to) {
   for (int count = kLanes / 2; count > 0; count /= 2) {
@@ -152,8 +153,8 @@ EMB_HD void store_first(T* p, Vec v, int n) {
   copy_first(buffer, n, p);
 }
 
-// Convert `count` elements of a row to the dtype of `to`, rounded to nearest. The rows must not
-// overlap.
+// Convert `count` elements of the row `from` to the dtype of the row `to`, rounded to nearest. The
+// rows must not overlap.
 template <class To, class From>
 EMB_HD void convert_row(const From* __restrict from, int64_t count, To* __restrict to) {
   int64_t i = 0;
@@ -189,13 +190,15 @@ EMB_HD float sum(Vec v) {
 #endif
 }
 
-// Prefetch a row of `nbytes` bytes; with `write` for a store. It touches one address per cache
-// line, from `row` on, so it can miss the last line of an unaligned row. Prefetches of any address
-// do not fault.
-template <bool write>
+// Prefetch a row of `nbytes` bytes, for a store if kForWrite, else for a load. One address per
+// cache line is prefetched, from `row` on, so the last line of an unaligned row can be missed.
+// `row` may be any address: a prefetch does not fault.
+template <bool kForWrite>
 EMB_HD void prefetch_row(const void* row, int64_t nbytes) {
   const char* p = static_cast<const char*>(row);
-  for (int64_t i = 0; i < nbytes; i += kCacheLineBytes) __builtin_prefetch(p + i, write ? 1 : 0, 3);
+  for (int64_t i = 0; i < nbytes; i += kCacheLineBytes) {
+    __builtin_prefetch(p + i, kForWrite ? 1 : 0, 3);
+  }
 }
 
 }  // namespace emb::EMB_ISA

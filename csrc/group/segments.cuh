@@ -256,8 +256,8 @@ template <class Key, class Launcher>
 void launch_keys(const Launcher& launcher, const IndexArray& keys,
                  const SortBuffers<Key>& buffers) {
   launcher(keys_kernel<Key>,
-           blocks_for(buffers.n, kTileSize, launcher.blocks(kResidentBlocksPerSm)), kTileThreads,
-           keys, buffers);
+           blocks_for(buffers.n, kTileSize, launcher.max_grid_blocks(kResidentBlocksPerSm)),
+           kTileThreads, keys, buffers);
 }
 
 // Write the groups of the sorted keys in `buffers`, and count the update step (count_update_step).
@@ -274,7 +274,8 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& buffers,
 template <class Launcher>
 void launch_inverse(const Launcher& launcher, const InverseArgs& args) {
   if (args.n == 0) return;
-  launcher(inverse_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocksPerSm)),
+  launcher(inverse_kernel,
+           blocks_for(args.n, kTileSize, launcher.max_grid_blocks(kResidentBlocksPerSm)),
            kTileThreads, args);
 }
 

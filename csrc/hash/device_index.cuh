@@ -19,7 +19,7 @@ namespace emb::cuda {
 
 inline constexpr int kBlockWarps = kTileThreads / kWarpLanes;  // warps per block
 // Blocks per multiprocessor of grids with loops over keys: as many as a multiprocessor holds.
-inline constexpr int kFullBlocksPerSm = kResidentThreads / kTileThreads;
+inline constexpr int kFullBlocksPerSm = kResidentThreadsPerSm / kTileThreads;
 static_assert(kBucketSlots == kWarpLanes, "a warp that works on a bucket has one lane per slot");
 
 // The index in device memory; its contents are trusted.
@@ -294,7 +294,7 @@ void allocate_arrays(Work& work, const List& list) {
 // Return the number of blocks for a grid loop over n keys, one thread per key.
 template <class Launcher>
 unsigned key_blocks(const Launcher& launcher, int64_t n) {
-  return blocks_for(n, kTileThreads, launcher.blocks(kFullBlocksPerSm));
+  return blocks_for(n, kTileThreads, launcher.max_grid_blocks(kFullBlocksPerSm));
 }
 
 }  // namespace emb::cuda

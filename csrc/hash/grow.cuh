@@ -196,14 +196,16 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
   growth.old_buckets = work.template scratch<int64_t>(num_tables);
   growth.new_buckets_before = work.template scratch<int64_t>(num_tables + 1);
   if (growth.misses.admitted != nullptr) {
-    launcher(hash_clear_admitted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),
-             kTileThreads, growth);
+    launcher(hash_clear_admitted_kernel,
+             blocks_for(num_tables, kTileThreads, launcher.max_grid_blocks(1)), kTileThreads,
+             growth);
   }
   if (growth.misses.admitted != nullptr && batch.n > 0) {
     launcher(hash_count_admitted_kernel, key_blocks(launcher, batch.n), kTileThreads, growth);
   }
   launcher(hash_plan_kernel, 1, kTileThreads, growth);
-  launcher(hash_split_kernel, blocks_for(buckets, kBlockWarps, launcher.blocks(kFullBlocksPerSm)),
+  launcher(hash_split_kernel,
+           blocks_for(buckets, kBlockWarps, launcher.max_grid_blocks(kFullBlocksPerSm)),
            kTileThreads, growth);
   if (batch.n == 0) return;
   launcher(hash_refresh_kernel, key_blocks(launcher, batch.n), kTileThreads, growth, batch, slots);

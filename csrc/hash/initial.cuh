@@ -99,9 +99,10 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
 template <class Launcher>
 void launch_initial_rows(const Launcher& launcher, const DeviceInitialRows& rows, int64_t n) {
   if (n == 0 || rows.num_tables == 0) return;
-  launcher(initial_rows_kernel,
-           blocks_for(n, kTileThreads, launcher.blocks(kResidentThreads / kTileThreads)),
-           kTileThreads, rows);
+  launcher(
+      initial_rows_kernel,
+      blocks_for(n, kTileThreads, launcher.max_grid_blocks(kResidentThreadsPerSm / kTileThreads)),
+      kTileThreads, rows);
 }
 
 }  // namespace emb::cuda

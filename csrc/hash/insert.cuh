@@ -742,7 +742,8 @@ void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int
     launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
-  const unsigned num_finishers = blocks_for(num_tables, 1, launcher.blocks(kOutcomeBlocksPerSm));
+  const unsigned num_finishers =
+      blocks_for(num_tables, 1, launcher.max_grid_blocks(kOutcomeBlocksPerSm));
   launcher(hash_outcome_kernel, num_finishers + blocks, kTileThreads, insertion, batch, rounds,
            static_cast<int>(num_finishers));
 }

@@ -465,7 +465,7 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
     const int64_t dim = rows.row_bytes / static_cast<int64_t>(sizeof(T));
     const int lanes = lanes_per_row(dim, kColumns);
     launcher(hash_add_rows_kernel<T>,
-             blocks_for(groups.n, kTileThreads / lanes, launcher.blocks(kFullBlocksPerSm)),
+             blocks_for(groups.n, kTileThreads / lanes, launcher.max_grid_blocks(kFullBlocksPerSm)),
              kTileThreads, row_array<T>(rows.data, rows.stride, rows.num_rows), groups, dim, lanes,
              static_cast<const T*>(from));
   });

@@ -183,9 +183,10 @@ void launch_update_rows(const Launcher& launcher, const MatrixGrad& gradient,
                         const OptimizerStepArgs& args) {
   if (gradient.rows * gradient.width == 0) return;
   const MatrixSteps matrix{{gradient, args.tiers[0], 0}, nullptr, 1, gradient.num_blocks()};
-  launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(gradient.num_blocks(), 1, launcher.blocks(kMaxSingleMatrixBlocksPerSm)),
-           kMatrixThreads, matrix, args);
+  launcher(
+      update_matrices_kernel<AtRunTime>,
+      blocks_for(gradient.num_blocks(), 1, launcher.max_grid_blocks(kMaxSingleMatrixBlocksPerSm)),
+      kMatrixThreads, matrix, args);
 }
 
 // Update `matrices`, [num_matrices] in device memory, in ascending order of first_block. They have
@@ -197,8 +198,8 @@ void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices
                             int64_t num_blocks, const OptimizerStepArgs& args) {
   if (num_blocks == 0) return;
   launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(num_blocks, 1, launcher.blocks(kMaxMatrixBlocksPerSm)), kMatrixThreads,
-           MatrixSteps{{}, matrices, num_matrices, num_blocks}, args);
+           blocks_for(num_blocks, 1, launcher.max_grid_blocks(kMaxMatrixBlocksPerSm)),
+           kMatrixThreads, MatrixSteps{{}, matrices, num_matrices, num_blocks}, args);
 }
 
 }  // namespace emb::cuda

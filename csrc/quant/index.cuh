@@ -28,8 +28,8 @@ __global__ void map_ids_kernel(IndexArgs args) {
 template <class Launcher>
 void launch_map_ids(const Launcher& launcher, const IndexArgs& args) {
   if (args.bags.num_lookups == 0) return;
-  const unsigned blocks =
-      blocks_for(args.bags.num_lookups, kMapThreads, launcher.blocks(2 * kResidentBlocksPerSm));
+  const unsigned blocks = blocks_for(args.bags.num_lookups, kMapThreads,
+                                     launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
   launcher(map_ids_kernel, blocks, kMapThreads, args);
 }
 

@@ -74,7 +74,8 @@ template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
   if (args.rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / kWarpLanes;
-  const unsigned blocks = blocks_for(args.rows, kWarps, launcher.blocks(kResidentBlocksPerSm));
+  const unsigned blocks =
+      blocks_for(args.rows, kWarps, launcher.max_grid_blocks(kResidentBlocksPerSm));
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
   } else if (type == Dtype::kHalf) {
@@ -122,15 +123,15 @@ constexpr int rows_in_flight(int format, int max_rows) {
 // is less).
 struct QuantArgs {
   const uint8_t* packed;  // the rows of all tables
-  void* output;           // [L, columns] without pooling, [columns] in a variable batch with
-                          // pooling, else [B, columns]
+  void* output;           // [L, output_dim] without pooling, [output_dim] in a variable batch with
+                          // pooling, else [B, output_dim]
   Dtype output_type;
   const Feature* features;  // [num_features]; weight_offset counts bytes of `packed`
   int num_features;
   IndexArray indices;  // [L]
   Bags bags;
   BagMap map;
-  int64_t columns;  // columns of `output`, or in a variable batch with pooling its elements
+  int64_t output_dim;  // columns of `output`, or in a variable batch with pooling its elements
   Pooling pooling;
   const float* sample_weights;  // [L] or null; null without pooling
   bool is_mixed;  // whether formats of features differ; then Feature::tier is the feature's format
@@ -526,8 +527,8 @@ void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block =
       (is_short ? kWarpLanes : kWarpLanes / lanes) * (kQuantThreads / kWarpLanes);
-  const unsigned blocks =
-      blocks_for(args.items(), items_of_block, launcher.blocks(kQuantWaves * kResidentBlocksPerSm));
+  const unsigned blocks = blocks_for(args.items(), items_of_block,
+                                     launcher.max_grid_blocks(kQuantWaves * kResidentBlocksPerSm));
   launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,
            simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
@@ -537,7 +538,7 @@ void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
 // simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
-  if (args.columns == 0 || args.items() == 0) return;
+  if (args.output_dim == 0 || args.items() == 0) return;
   const auto launch = [&]<int kFormat>(std::integral_constant<int, kFormat>) {
     if (((formats >> kFormat) & 1) != 0) launch_quant_format<kFormat>(launcher, args);
   };

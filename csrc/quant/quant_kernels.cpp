@@ -280,7 +280,7 @@ struct PackedRows {
   };
 
   EMB_HD int64_t dim() const { return args.dim; }
-  EMB_HD static int64_t distance() { return kRowsAhead; }
+  EMB_HD static int64_t prefetch_distance() { return kRowsAhead; }
   EMB_HD void skip_columns(int64_t count) { skipped_bytes += count * bits_per_column(kFormat) / 8; }
   EMB_HD const uint8_t* at(int64_t i) const {
     const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);

@@ -33,8 +33,8 @@ template <class Launcher>
 void launch_fill_uniform(const Launcher& launcher, const UniformArgs& args, Dtype type) {
   if (args.numel == 0) return;
   constexpr int kThreads = 256;
-  const unsigned num_blocks =
-      blocks_for(args.numel, 4 * kThreads, launcher.blocks(kResidentThreads / kThreads));
+  const unsigned num_blocks = blocks_for(
+      args.numel, 4 * kThreads, launcher.max_grid_blocks(kResidentThreadsPerSm / kThreads));
   if (type == Dtype::kFloat) {
     launcher(fill_uniform_kernel<float>, num_blocks, kThreads, args);
   } else if (type == Dtype::kHalf) {

@@ -149,7 +149,7 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& args, Dt
   const auto grid_targets = static_cast<unsigned>(
       args.num_targets < kMaxGridTargets ? args.num_targets : kMaxGridTargets);
   const int64_t elements_per_target = args.out_numel / args.num_targets + 1;
-  const int64_t max_blocks = launcher.blocks(kResidentBlocksPerSm) / grid_targets + 1;
+  const int64_t max_blocks = launcher.max_grid_blocks(kResidentBlocksPerSm) / grid_targets + 1;
   simt::Dim3 grid{};
   grid.x = blocks_for(elements_per_target, kElementsPerBlock, max_blocks);
   grid.y = grid_targets;

@@ -58,7 +58,7 @@ struct PieceRows {
   };
 
   EMB_HD int64_t dim() const { return width; }
-  EMB_HD static int64_t distance() { return 0; }
+  EMB_HD static int64_t prefetch_distance() { return 0; }
   EMB_HD void skip_columns(int64_t count) { num_skipped_columns += count; }
   EMB_HD const In* at(int64_t piece) const {
     const In* address = piece_row(args, args.pieces[piece], static_cast<const In*>(args.in), row);

@@ -268,8 +268,8 @@ void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute
   const bool has_short_bags = args.bags.num_lookups <= args.bags.num_bags * kShortMean;
   const int bags_per_warp = has_short_bags ? kWarpLanes : 1;
   const int64_t bags_per_block = int64_t{kRouteThreads / simt::kWarpLanes} * bags_per_warp;
-  const unsigned blocks =
-      blocks_for(args.bags.num_bags, bags_per_block, launcher.blocks(kResidentBlocksPerSm));
+  const unsigned blocks = blocks_for(args.bags.num_bags, bags_per_block,
+                                     launcher.max_grid_blocks(kResidentBlocksPerSm));
   launcher(kernel, blocks, kRouteThreads, args, bags_per_warp);
 }
 

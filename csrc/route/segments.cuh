@@ -132,7 +132,7 @@ void launch_segment_copy(const Launcher& launcher, const Segments& in, const voi
   const int64_t words_per_row = row_nbytes / static_cast<int64_t>(sizeof(Word));
   launcher(segment_copy_kernel<Word>,
            blocks_for(num_output_rows * words_per_row, kTileSize,
-                      launcher.blocks(kResidentBlocksPerSm / 2)),
+                      launcher.max_grid_blocks(kResidentBlocksPerSm / 2)),
            kTileThreads, in, static_cast<const Word*>(values), static_cast<Word*>(out),
            num_output_rows, words_per_row);
 }
@@ -146,7 +146,8 @@ void launch_gather_segments(const Launcher& launcher, const Segments& in, const 
                             void* out, int64_t num_output_rows, int64_t row_nbytes) {
   if (num_output_rows * row_nbytes == 0) return;
   const int64_t num_tiles = num_scan_tiles(in.num_wanted);
-  launcher(segment_sums_kernel, blocks_for(num_tiles, 1, launcher.blocks(kResidentBlocksPerSm / 2)),
+  launcher(segment_sums_kernel,
+           blocks_for(num_tiles, 1, launcher.max_grid_blocks(kResidentBlocksPerSm / 2)),
            kScanThreads, in, num_tiles);
   launcher(segment_tiles_kernel, 1, kScanThreads, in, num_tiles);
   const auto alignment_bits = reinterpret_cast<uintptr_t>(values) |

@@ -167,8 +167,8 @@ struct LookupInputs {
         bags{index_array(offsets), feature_bags.num_bags(), indices.numel()} {
     check_slots(op, slots, indices);
     const bool is_variable = bag_layout && pooling != Pooling::kNone;
-    check_layout(op, features, weights, columns_of(is_variable, columns), kUnlimited,
-                 is_variable ? Pooling::kNone : pooling);
+    check_feature_ranges(op, features, weights, columns_of(is_variable, columns), kUnlimited,
+                         is_variable ? Pooling::kNone : pooling);
   }
 
   // Return the rows that the lookups of `feature`, one of `features`, read. The result is valid as
@@ -190,8 +190,8 @@ struct LookupInputs {
   }
 
  private:
-  // Return the columns for check_layout. In a variable batch FeatureBags checks each bag instead,
-  // so that a feature without bags may be wider than the whole output.
+  // Return the columns for check_feature_ranges. In a variable batch FeatureBags checks each bag
+  // instead, so that a feature without bags may be wider than the whole output.
   static int64_t columns_of(bool is_variable, int64_t columns) {
     return is_variable ? kUnlimited : columns;
   }

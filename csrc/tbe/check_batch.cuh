@@ -148,8 +148,8 @@ void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
   }
   const int64_t num_items = args.num_lookups > args.num_bags ? args.num_lookups : args.num_bags + 1;
   launcher(check_batch_kernel,
-           blocks_for(num_items, kCheckThreads, launcher.blocks(kCheckBlocksPerSm)), kCheckThreads,
-           args);
+           blocks_for(num_items, kCheckThreads, launcher.max_grid_blocks(kCheckBlocksPerSm)),
+           kCheckThreads, args);
 }
 
 }  // namespace emb::cuda

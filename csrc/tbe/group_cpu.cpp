@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   check_lookups(op, indices, offsets);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
   const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
-  check_layout(op, features, kUnlimited, kUnlimited, total_rows, Pooling::kNone);
+  check_feature_ranges(op, features, kUnlimited, kUnlimited, total_rows, Pooling::kNone);
   const Feature* feature = feature_array(features);
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);

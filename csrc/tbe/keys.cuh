@@ -225,7 +225,7 @@ void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const Ba
   const int64_t num_items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
   if (num_items == 0) return;
   const unsigned num_blocks =
-      blocks_for(num_items, kKeyTile, launcher.blocks(kResidentBlocksPerSm));
+      blocks_for(num_items, kKeyTile, launcher.max_grid_blocks(kResidentBlocksPerSm));
   if (num_blocks > 1 && check.repaired_offsets != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }

@@ -39,14 +39,14 @@ struct DeviceLookupArgs {
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
-  void* output;  // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
+  void* output;  // [B, output_dim], [output_dim] in a variable batch, or [L, output_dim] for NONE
   Dtype output_type;
   const Feature* features;  // [num_features]
   int num_features;
   IndexArray indices;  // [L]
   Bags bags;
   BagMap map;
-  int64_t columns;  // columns of `output`
+  int64_t output_dim;  // last dimension of `output`
   Pooling pooling;
   const float* sample_weights;  // [L]; null if all are 1
   const int32_t* slots;         // [L] cache slot of each row, -1 for none; null if no row is cached
@@ -194,7 +194,7 @@ template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
   const W* weights = static_cast<const W*>(args.weights) + column;
-  const int columns_left = static_cast<int>(args.columns) - column;
+  const int columns_left = static_cast<int>(args.output_dim) - column;
   for (int k = 0; k < lane.lanes; k += kRowsInFlight) {
     RowSlice<W, N> slice[kRowsInFlight];
 #pragma unroll
@@ -211,21 +211,21 @@ EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, i
       float values[N];
 #pragma unroll
       for (int e = 0; e < N; ++e) values[e] = slice[u][e];
-      stream_columns(args.output, args.output_type, i * args.columns + column, columns_left,
+      stream_columns(args.output, args.output_type, i * args.output_dim + column, columns_left,
                      values);
     }
   }
 }
 
 // Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros.
-// All features must have args.columns columns; not checked. A warp copies the rows of 32 lookups at
-// a time; each lane locates the row of one of them.
+// All features must have args.output_dim columns; not checked. A warp copies the rows of 32 lookups
+// at a time; each lane locates the row of one of them.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     sequence_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
-  const int num_columns = static_cast<int>(args.columns);
+  const int num_columns = static_cast<int>(args.output_dim);
   for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < args.bags.num_lookups;
        first += simt::warps_in_grid() * simt::kWarpLanes) {
     const int64_t i = first + threadIdx.x % simt::kWarpLanes;
@@ -591,7 +591,7 @@ void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args)
   const int lanes = lanes_per_row(mean_output_columns(args), kMixedColumns);
   launcher(mixed_lookup_kernel,
            blocks_for(num_items, kLookupThreads / lanes,
-                      launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
+                      launcher.max_grid_blocks(kLookupWaves * kResidentBlocksPerSm)),
            kLookupThreads, args, num_items, lanes);
 }
 
@@ -607,8 +607,8 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto launch = [&](auto kernel, int64_t num_items, int items_per_warp, int threads) {
     const int64_t items_per_block = items_per_warp * (threads / kWarpLanes);
-    const unsigned blocks = blocks_for(num_items, items_per_block,
-                                       launcher.blocks(kLookupWaves * kResidentBlocksPerSm));
+    const unsigned blocks = blocks_for(
+        num_items, items_per_block, launcher.max_grid_blocks(kLookupWaves * kResidentBlocksPerSm));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {
@@ -629,7 +629,7 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
 // CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
-  if (args.columns == 0) return;
+  if (args.output_dim == 0) return;
   if (has_mixed_rows(args)) {
     launch_mixed_lookup(launcher, args);
   } else if (args.weight_type == Dtype::kFloat) {

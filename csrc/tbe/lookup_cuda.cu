@@ -50,7 +50,7 @@ struct LookupCall {
                     ": ", num_features, " features need as many columns at least, got ", columns);
     args.features = feature_array(features);
     args.num_features = static_cast<int>(num_features);
-    args.columns = columns;
+    args.output_dim = columns;
     args.indices = index_array(indices);
     args.bags = Bags{index_array(offsets), offsets.numel() - 1, indices.numel()};
     if (slots && args.cache_elements > 0) args.slots = slots->const_data_ptr<int32_t>();
@@ -94,8 +94,8 @@ Tensor new_output(const char* op, ScalarType dtype, bool is_variable, LookupCall
   args.output_type = float_dtype(op, "output_dtype", dtype);
   const int64_t num_rows = is_unpooled ? lookup->indices.numel() : lookup->batch_size();
   Tensor out = is_variable && !is_unpooled
-                   ? allocate(lookup->indices, {args.columns}, dtype)
-                   : allocate(lookup->indices, {num_rows, args.columns}, dtype);
+                   ? allocate(lookup->indices, {args.output_dim}, dtype)
+                   : allocate(lookup->indices, {num_rows, args.output_dim}, dtype);
   args.output = out.mutable_data_ptr();
   return out;
 }
@@ -218,7 +218,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   check_same_device(op, "grad", grad, indices);
   const Tensor grad_tensor = with_adjacent_columns(grad);
   // The gradient may be a view whose rows are not adjacent: a kernel steps by its row stride.
-  lookup.args.map.columns = row_stride(grad_tensor);
+  lookup.args.map.stride = row_stride(grad_tensor);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const DeviceSampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
                                     float_dtype(op, "grad", grad.scalar_type()),

@@ -46,7 +46,7 @@ struct WeightedRows {
   };
 
   EMB_HD int64_t dim() const { return reader.dim; }
-  EMB_HD int64_t distance() const { return lookups_ahead; }
+  EMB_HD int64_t prefetch_distance() const { return lookups_ahead; }
   EMB_HD void skip_columns(int64_t count) { reader.skip_columns(count); }
   EMB_HD const Element* at(int64_t i) const { return reader.at(i); }
   EMB_HD Values values(const Element* columns, int64_t i) const {

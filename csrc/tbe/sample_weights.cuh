@@ -11,7 +11,7 @@ namespace emb::cuda {
 // The arguments of the kernels. All pointers are to memory that the device can read, and that must
 // live until the kernel has run.
 struct DeviceSampleWeightArgs {
-  // The lookup to whose sample weights the gradient belongs. `output` is not used; map.columns is
+  // The lookup to whose sample weights the gradient belongs. `output` is not used; map.stride is
   // the row stride of `grad`.
   DeviceLookupArgs lookup;
   const void* grad;  // [B, columns], or [columns] of a variable batch
@@ -161,7 +161,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
   const int lanes = lanes_per_row(mean_output_columns(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
            blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes,
-                      launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
+                      launcher.max_grid_blocks(kLookupWaves * kResidentBlocksPerSm)),
            kLookupThreads, args, lanes);
 }
 
@@ -172,7 +172,7 @@ void launch_uniform_sample_weights(const Launcher& launcher, const DeviceSampleW
   const int64_t bags_per_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
            blocks_for(args.lookup.bags.num_bags, bags_per_block,
-                      launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
+                      launcher.max_grid_blocks(kLookupWaves * kResidentBlocksPerSm)),
            kLookupThreads, args, lanes);
 }
 

@@ -44,7 +44,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   STD_TORCH_CHECK(map.layout || grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows, got ", grad.size(0));
   const Tensor grad_tensor = with_adjacent_columns(grad);
-  map.columns = row_stride(grad_tensor);
+  map.stride = row_stride(grad_tensor);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const Feature* feature = feature_array(features);
   const auto* gradient = static_cast<const char*>(grad_tensor.const_data_ptr());
@@ -53,7 +53,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
     const TableRows rows = in.rows_of(feature[f]);
     const int64_t base = BagItems::base_element(map, in.pooling, begin, feature[f].column);
     SampleWeightArgs args{rows,
-                          {in.bags, in.pooling, map.layout, map.columns},
+                          {in.bags, in.pooling, map.layout, map.stride},
                           gradient + base * grad.element_size(),
                           result};
     const bool is_mixed = rows.caching == Caching::kMixed;

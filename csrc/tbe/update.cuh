@@ -689,9 +689,10 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
   if (num_slots == 0) return;
   const int lanes = lanes_per_row(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, kMaxStripes);
-  launcher(chunk_kernel<G>,
-           simt::Dim3(blocks_for(num_slots, 1, launcher.blocks(kChunkBlocksPerSm)), stripes),
-           kChunkThreads, args, lanes);
+  launcher(
+      chunk_kernel<G>,
+      simt::Dim3(blocks_for(num_slots, 1, launcher.max_grid_blocks(kChunkBlocksPerSm)), stripes),
+      kChunkThreads, args, lanes);
 }
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
@@ -706,9 +707,10 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},
                    int32_t* num_updated = nullptr) {
   if (num_updated != nullptr || num_chunk_slots(args.num_lookups) > 0) {
-    launcher(plan_chunks_kernel,
-             blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(kChunkBlocksPerSm)),
-             kChunkThreads, args, step, num_updated);
+    launcher(
+        plan_chunks_kernel,
+        blocks_for(args.num_lookups, kChunkThreads, launcher.max_grid_blocks(kChunkBlocksPerSm)),
+        kChunkThreads, args, step, num_updated);
   }
   if (args.num_lookups == 0 || args.bags.num_bags == 0) return;
   if (num_updated != nullptr) args.num_groups = num_updated;
@@ -721,7 +723,7 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
   }
   visit_selection(optimizer, mean_dim <= kNarrowRow, [&](auto tag) {
     using Selection = typename decltype(tag)::type;
-    const int64_t num_resident = launcher.blocks(UpdateShape<Selection>::kBlocksPerSm);
+    const int64_t num_resident = launcher.max_grid_blocks(UpdateShape<Selection>::kBlocksPerSm);
     const TileShape shape = max_tile_shape(args.num_lookups, mean_dim, num_resident * kUpdateWarps);
     const int64_t rows_per_block = int64_t{kUpdateWarps} * shape.num_rows();
     const unsigned num_blocks =

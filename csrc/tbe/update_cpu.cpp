@@ -149,7 +149,8 @@ struct GroupedGradient {
   }
 
   // Return the number of columns within which the columns of each feature must lie, for
-  // check_layout; unlimited in a variable batch, because set_pooling has checked bag_layout.
+  // check_feature_ranges; unlimited in a variable batch, because set_pooling has checked
+  // bag_layout.
   int64_t feature_columns() const {
     return layout != nullptr && pooling != Pooling::kNone ? kUnlimited : columns;
   }
@@ -290,7 +291,8 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    float* out) {
   GroupedGradient gradient(op, grad, features, groups, offsets, bag_layout);
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
-  check_layout(op, features, kUnlimited, gradient.feature_columns(), kUnlimited, gradient.pooling);
+  check_feature_ranges(op, features, kUnlimited, gradient.feature_columns(), kUnlimited,
+                       gradient.pooling);
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
     STD_TORCH_CHECK(feature[f].dim <= dim, op, ": features must have a dim of at most ", dim,
@@ -336,8 +338,8 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
 void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                   const std::vector<Tensor>& states, const GroupedGradient& gradient,
                   UpdateArgs* args) {
-  check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
-               kUnlimited, gradient.pooling);
+  check_feature_ranges(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
+                       kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(gradient.features);
   int64_t num_rows[kTiers] = {};
   for (int64_t f = 0; f < gradient.features.size(0); ++f) {

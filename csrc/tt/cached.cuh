@@ -62,7 +62,7 @@ template <class Launcher>
 void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
   if (args.n == 0) return;
   launcher(tt_stored_kernel,
-           blocks_for(args.n, kStoredThreads, launcher.blocks(kResidentBlocksPerSm)),
+           blocks_for(args.n, kStoredThreads, launcher.max_grid_blocks(kResidentBlocksPerSm)),
            kStoredThreads, args);
 }
 
@@ -71,7 +71,7 @@ template <class Launcher>
 void launch_tt_count(const Launcher& launcher, const TtCountArgs& args) {
   if (args.n == 0 || args.num_features == 0) return;
   launcher(tt_count_kernel,
-           blocks_for(args.n, kStoredThreads, launcher.blocks(kResidentBlocksPerSm / 4)),
+           blocks_for(args.n, kStoredThreads, launcher.max_grid_blocks(kResidentBlocksPerSm / 4)),
            kStoredThreads, args);
 }
 

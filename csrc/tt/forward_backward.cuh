@@ -200,8 +200,8 @@ class TtArrays {
   void make_values(const Launcher& launcher, const TtMemory& memory) const {
     if (!widen_.empty()) {
       launcher(widen_cores_kernel,
-               blocks_for(widen_rows_, 1, launcher.blocks(2 * kResidentBlocksPerSm)), kPairThreads,
-               device_widen_, size_of(widen_), widen_rows_, batch_.type);
+               blocks_for(widen_rows_, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
+               kPairThreads, device_widen_, size_of(widen_), widen_rows_, batch_.type);
     }
     if (has_last_cores_) {
       launch_right_values(launcher, batch_.max_rights(), args_, batch_.type, memory.right_values);
@@ -315,7 +315,8 @@ class TtArrays {
   void reverse(const Launcher& launcher, const TtReverse* matrices, int num_matrices,
                Dtype type) const {
     if (num_matrices == 0) return;
-    launcher(reverse_kernel, blocks_for(mirror_rows_, 1, launcher.blocks(2 * kResidentBlocksPerSm)),
+    launcher(reverse_kernel,
+             blocks_for(mirror_rows_, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
              kRowThreads, matrices, num_matrices, mirror_rows_, type);
   }
 

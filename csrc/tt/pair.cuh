@@ -638,8 +638,8 @@ void launch_contract(const Launcher& launcher, MatmulPrecision precision, const 
              pairs);
   });
   launcher(sum_outer_kernel,
-           blocks_for(pairs.outer_rows, 1, launcher.blocks(2 * kResidentBlocksPerSm)), kPairThreads,
-           pairs);
+           blocks_for(pairs.outer_rows, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
+           kPairThreads, pairs);
 }
 
 }  // namespace emb::cuda

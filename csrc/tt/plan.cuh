@@ -235,7 +235,8 @@ struct TtFinishArgs {
 template <class Launcher>
 void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
   if (args.n == 0) return;
-  launcher(tt_keys_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocksPerSm)),
+  launcher(tt_keys_kernel,
+           blocks_for(args.n, kTileSize, launcher.max_grid_blocks(kResidentBlocksPerSm)),
            kTileThreads, args);
 }
 
@@ -252,7 +253,8 @@ template <class Launcher>
 void launch_tt_finish(const Launcher& launcher, const TtFinishArgs& args) {
   const int64_t num_starts = int64_t{3} * args.num_tables;
   const int64_t work = args.right_inverse.n > num_starts ? args.right_inverse.n : num_starts;
-  launcher(tt_finish_kernel, blocks_for(work, kTileSize, launcher.blocks(kResidentBlocksPerSm)),
+  launcher(tt_finish_kernel,
+           blocks_for(work, kTileSize, launcher.max_grid_blocks(kResidentBlocksPerSm)),
            kTileThreads, args);
 }
 

@@ -397,12 +397,12 @@ void launch_right_grads(const Launcher& launcher, bool has_vector_tables, bool h
                         int64_t max_rights, const TtDeviceRowsArgs& args,
                         const RightGradBuffers& buffers) {
   const int64_t work = num_chunk_items(max_rights, args.plan.capacity) * buffers.max_tiles;
-  const unsigned grid = blocks_for(work, 1, launcher.blocks(2 * kResidentBlocksPerSm));
+  const unsigned grid = blocks_for(work, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
   if (has_vector_tables) launcher(right_partials_kernel<true>, grid, kRowThreads, args, buffers);
   if (has_scalar_tables) launcher(right_partials_kernel<false>, grid, kRowThreads, args, buffers);
   launcher(right_sums_kernel,
-           blocks_for(max_rights, kRowWarps, launcher.blocks(kResidentBlocksPerSm)), kRowThreads,
-           args, buffers);
+           blocks_for(max_rights, kRowWarps, launcher.max_grid_blocks(kResidentBlocksPerSm)),
+           kRowThreads, args, buffers);
 }
 
 }  // namespace emb::cuda

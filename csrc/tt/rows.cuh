@@ -470,7 +470,7 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
                     int64_t max_lefts, const TtDeviceRowsArgs& args, float* rows) {
   if (kernels.mma_rows) {
     const unsigned blocks =
-        blocks_for(max_lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm));
+        blocks_for(max_lefts, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
     for (int first = 0; first < args.max_column_groups; first += kMaxGridY) {
       const int num_groups = args.max_column_groups - first;
       const simt::Dim3 grid(blocks,
@@ -482,7 +482,7 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
   }
   if (kernels.plain_rows) {
     launcher(tt_rows_kernel,
-             blocks_for(max_lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm)),
+             blocks_for(max_lefts, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
              kRowThreads, args, rows);
   }
 }
@@ -497,14 +497,14 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
   if (kernels.mma_grads) {
     const int64_t num_warps = max_lefts * args.max_column_groups * args.max_rank_groups;
     const unsigned grid =
-        blocks_for(num_warps, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm));
+        blocks_for(num_warps, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
     with_product_type(precision, [&](auto products) {
       launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads);
     });
   }
   if (kernels.plain_grads) {
     launcher(left_grads_kernel,
-             blocks_for(max_lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm)),
+             blocks_for(max_lefts, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
              kRowThreads, args, row_grads);
   }
 }
@@ -515,7 +515,7 @@ template <class Launcher>
 void launch_right_values(const Launcher& launcher, int64_t max_rights, const TtDeviceRowsArgs& args,
                          Dtype type, float* values) {
   launcher(right_values_kernel,
-           blocks_for(max_rights, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm)),
+           blocks_for(max_rights, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
            kRowThreads, args, type, values);
 }
 

@@ -81,7 +81,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.indices = words.indices();
     in.bags.offsets = words.indices();
     in.map.layout = words.pointer<const emb::BagLayout>();
-    in.map.batch = static_cast<uint32_t>(words.number());
+    in.map.batch_size = static_cast<uint32_t>(words.number());
     in.bags.num_bags = words.number();
     in.bags.num_lookups = words.number();
     const int64_t total_rows = words.number(), wide = words.number();

@@ -35,8 +35,8 @@ extern "C" const char* simt_quant_lookup(const int64_t* call) {
     args.bags.num_lookups = words.number();
     args.bags.num_bags = words.number();
     args.map.layout = words.pointer<const emb::BagLayout>();
-    args.map.batch = static_cast<uint32_t>(words.number());
-    args.map.columns = args.columns = words.number();
+    args.map.batch_size = static_cast<uint32_t>(words.number());
+    args.map.stride = args.output_dim = words.number();
     args.pooling = static_cast<emb::Pooling>(words.number());
     args.sample_weights = words.pointer<const float>();
     args.output = words.pointer<void>();
@@ -58,7 +58,7 @@ extern "C" const char* simt_map_ids(const int64_t* call) {
     args.bags.offsets = words.indices();
     args.bags.num_lookups = words.number();
     args.bags.num_bags = words.number();
-    args.map.batch = static_cast<uint32_t>(words.number());
+    args.map.batch_size = static_cast<uint32_t>(words.number());
     args.rows = words.pointer<int64_t>();
     launch_map_ids(launcher, args);
   });

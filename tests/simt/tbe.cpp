@@ -12,8 +12,8 @@ namespace {
 BagMap read_map(Words* words) {
   BagMap map{};
   map.layout = words->pointer<const BagLayout>();
-  map.batch = static_cast<uint32_t>(words->number());
-  map.columns = words->number();
+  map.batch_size = static_cast<uint32_t>(words->number());
+  map.stride = words->number();
   return map;
 }
 
@@ -38,7 +38,7 @@ DeviceLookupArgs read_lookup(Words* words) {
   args.bags.num_lookups = words->number();
   args.bags.num_bags = words->number();
   args.map = read_map(words);
-  args.columns = args.map.columns;
+  args.output_dim = args.map.stride;
   args.pooling = static_cast<emb::Pooling>(words->number());
   args.sample_weights = words->pointer<const float>();
   return args;

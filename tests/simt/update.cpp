@@ -41,8 +41,8 @@ DeviceGradArgs read_grads(Words* words) {
   args.grad_stride = words->number();
   args.features = words->pointer<const emb::Feature>();
   args.map.layout = words->pointer<const emb::BagLayout>();
-  args.map.batch = static_cast<uint32_t>(words->number());
-  args.map.columns = words->number();
+  args.map.batch_size = static_cast<uint32_t>(words->number());
+  args.map.stride = words->number();
   args.bags.offsets = words->indices();
   args.bags.num_bags = words->number();
   args.num_lookups = args.bags.num_lookups = words->number();
