@@ -211,8 +211,8 @@ class FusedTables(nn.Module):
         self.register_buffer("hyper", self.initial_hyperparams().to(device))
         grad_anchor = torch.zeros((), device=device, requires_grad=True)
         self.register_buffer("grad_anchor", grad_anchor, persistent=False)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.register_buffer("bounds_violations", counts, persistent=False)
+        violations = torch.zeros(2, dtype=torch.int64, device=device)
+        self.register_buffer("bounds_violations", violations, persistent=False)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, and mark it as owned by this module if its optimizer is fused.
@@ -240,10 +240,10 @@ class FusedTables(nn.Module):
             parameters.set_owner(parameter, self, self.parameter_class)
         elif self.optimizer.deferred:
             parameters.ask_for_float32_gradient(parameter)
-            marked: Any = parameter
+            any_parameter: Any = parameter
             if type(parameter) is nn.Parameter:
-                marked.__class__ = parameters.DeferredParameter
-            marked._in_backward_optimizers = [self.optimizer]
+                any_parameter.__class__ = parameters.DeferredParameter
+            any_parameter._in_backward_optimizers = [self.optimizer]
 
     def _check_not_wrapped(self, weights: Iterable[Any]) -> None:
         """Raise RuntimeError if a wrapper of torch has replaced or replicated the tables.
@@ -251,7 +251,7 @@ class FusedTables(nn.Module):
         `weights` are the parameters that lookups read.
         """
         parameters.check_not_replicated(self.features)
-        if parameters.has_replaced(weights):
+        if parameters.is_any_replaced(weights):
             raise RuntimeError(
                 "the weights of a table with a fused optimizer were replaced, as fully_shard does: "
                 "updates would go to a copy. Use emblib.sharding.DistributedModelParallel, with "
@@ -380,10 +380,14 @@ class FusedTables(nn.Module):
 
     def _apply_gradients(self) -> None:
         """Apply the gradients that are on the parameters of deferred tables."""
-        pairs = [(f, p.grad) for f, p in self._parameters_by_feature() if p.grad is not None]
-        if not pairs:
+        gradients_of_features = [
+            (feature, parameter.grad)
+            for feature, parameter in self._parameters_by_feature()
+            if parameter.grad is not None
+        ]
+        if not gradients_of_features:
             return
-        features, gradients = zip(*pairs, strict=True)
+        features, gradients = zip(*gradients_of_features, strict=True)
         device = self.hyperparams.device
         rows, values = zip(*(_rows_and_values(grad.to(device)) for grad in gradients), strict=True)
         batch = autograd.lookup_of_rows(features, rows, self.total_rows)
@@ -520,12 +524,12 @@ class FusedTables(nn.Module):
         tensors = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
         features = tensors.pop(f"{prefix}features", None)
         if features is not None and f"{prefix}features" in state_dict:
-            saved = state_dict[f"{prefix}features"]
-            problem = state_dicts.tensor_problem(saved, features)
-            if not problem and saved.tolist() != [list(row) for row in self._layout]:
+            saved_features = state_dict[f"{prefix}features"]
+            problem = state_dicts.tensor_problem(saved_features, features)
+            if not problem and saved_features.tolist() != [list(row) for row in self._layout]:
                 problem = (
                     "the checkpoint is of other tables; its (weight_offset, row_base, rows, dim, "
-                    f"column, ...) by feature are {saved.tolist()[:4]}, this module's are "
+                    f"column, ...) by feature are {saved_features.tolist()[:4]}, this module's are "
                     f"{self._layout[:4]}"
                 )
             if problem:
@@ -638,10 +642,11 @@ def table_numbers(feature_tables: Sequence[int] | None, num_tables: int) -> tupl
 
 def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling: Pooling) -> None:
     """Raise ValueError for features of missing tables, or tables of different dims for NONE."""
-    for f, t in enumerate(feature_tables):
-        if not 0 <= t < len(tables):
+    for feature, table in enumerate(feature_tables):
+        if not 0 <= table < len(tables):
             raise ValueError(
-                f"feature_tables[{f}] must be in [0, {len(tables)}), the number of tables, got {t}"
+                f"feature_tables[{feature}] must be in [0, {len(tables)}), the number of tables, "
+                f"got {table}"
             )
     dims = sorted({spec.dim for spec in tables})
     if len(dims) > 1 and pooling is Pooling.NONE:
@@ -656,11 +661,11 @@ def table_names(names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: two tables have the same name.
     """
-    result = [name or f"table_{t}" for t, name in enumerate(names)]
-    for name in result:
-        if result.count(name) > 1:
+    filled_names = [name or f"table_{t}" for t, name in enumerate(names)]
+    for name in filled_names:
+        if filled_names.count(name) > 1:
             raise ValueError(f"tables of a module must differ in name, got {name!r} twice")
-    return result
+    return filled_names
 
 
 def table_number(names: Sequence[str], table: int | str) -> int:

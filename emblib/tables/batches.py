@@ -84,8 +84,8 @@ def flatten_equal_bags(
             "2-dimensional indices are bags of equal length and take no offsets; flatten "
             "them, or leave offsets out"
         )
-    bags, length = indices.shape
-    bag_offsets = torch.arange(bags + 1, device=indices.device) * length
+    num_bags, bag_length = indices.shape
+    bag_offsets = torch.arange(num_bags + 1, device=indices.device) * bag_length
     weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     return indices.reshape(-1), bag_offsets, weights
 
@@ -157,10 +157,10 @@ def check_bounds(
     if mode is BoundsCheck.FATAL and not torch.compiler.is_compiling():
         return _check_or_raise(module, batch)
     # WARNING or IGNORE; or FATAL in a compiled graph, where the op raises without names.
-    repaired, violations = tbe.check_bounds(*batch, codes.BOUNDS_CHECK[mode.value])
+    repaired_offsets, violations = tbe.check_bounds(*batch, codes.BOUNDS_CHECK[mode.value])
     if mode is BoundsCheck.WARNING and counts_violations:
-        _count_violations(module, violations, batch, repaired, message)
-    return repaired
+        _count_violations(module, violations, batch, repaired_offsets, message)
+    return repaired_offsets
 
 
 class _Batch(NamedTuple):
@@ -183,10 +183,12 @@ def _check_eager_on_gpu(
     is_counted = mode is BoundsCheck.WARNING and counts_violations and not is_recomputation()
     if mode is BoundsCheck.WARNING and not is_counted:
         mode = BoundsCheck.IGNORE
-    repaired = _bounds_check_(*batch, codes.BOUNDS_CHECK[mode.value], module.bounds_violations)
+    repaired_offsets = _bounds_check_(
+        *batch, codes.BOUNDS_CHECK[mode.value], module.bounds_violations
+    )
     if is_counted:
         report_of(module).add_check(module, message)
-    return repaired
+    return repaired_offsets
 
 
 def _check_or_raise(module: BoundsCheckedModule, batch: _Batch) -> Tensor:
@@ -198,11 +200,15 @@ def _check_or_raise(module: BoundsCheckedModule, batch: _Batch) -> Tensor:
 
 
 def _count_violations(
-    module: BoundsCheckedModule, violations: Tensor, batch: _Batch, repaired: Tensor, message: str
+    module: BoundsCheckedModule,
+    violations: Tensor,
+    batch: _Batch,
+    repaired_offsets: Tensor,
+    message: str,
 ) -> None:
     """Count the violations of a batch, int64 `[2]`, in mode WARNING, and warn of them.
 
-    `repaired` are the repaired offsets of the batch.
+    `repaired_offsets` are the repaired offsets of the batch.
     """
     if isinstance(violations, FakeTensor) or violations.is_meta:  # a shape without numbers
         return
@@ -216,16 +222,16 @@ def _count_violations(
         return
     num_indices, num_offsets = violations.tolist()
     if num_offsets:
-        negative = negative_length_error(module, batch.offsets, batch.bag_layout)
-        if negative is not None:
-            raise negative
+        length_error = negative_length_error(module, batch.offsets, batch.bag_layout)
+        if length_error is not None:
+            raise length_error
     if (num_indices or num_offsets) and not is_recomputation():
         module.bounds_violations.add_(violations)
         location = describe_first_violation(
-            module, batch.indices, repaired, batch.features, batch.bag_layout
+            module, batch.indices, repaired_offsets, batch.features, batch.bag_layout
         )
-        text = message.format(indices=num_indices, offsets=num_offsets, where=location)
-        warnings.warn(text, stacklevel=caller_level())
+        warning = message.format(indices=num_indices, offsets=num_offsets, where=location)
+        warnings.warn(warning, stacklevel=caller_level())
 
 
 def is_eager(indices: Tensor) -> bool:
@@ -277,59 +283,67 @@ def make_variable_layout(
     """
     _check_batch_sizes(batch_sizes, len(dims), num_bags)
     # Of Python numbers, so that a compiled graph accepts other sizes without recompilation.
-    output_numel = sum(dim * sum(sizes) for dim, sizes in zip(dims, batch_sizes, strict=True))
+    output_numel = sum(
+        dim_of_feature * sum(sizes) for dim_of_feature, sizes in zip(dims, batch_sizes, strict=True)
+    )
     # A block is the bags of feature f from rank r.
     sizes = [size for sizes_of_feature in batch_sizes for size in sizes_of_feature]
     num_bags_of_block = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-    dim = torch.tensor(list(dims), dtype=torch.int64, device="cpu").unsqueeze(1)
+    dim_of_feature = torch.tensor(list(dims), dtype=torch.int64, device="cpu").unsqueeze(1)
     shape = (len(dims), len(batch_sizes[0]) if len(batch_sizes) else 0)
-    elements = (num_bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as the output
+    elements_of_block = (
+        (num_bags_of_block.view(shape) * dim_of_feature).t().reshape(-1)
+    )  # rank-major, as the output
     # First element of each block, [F, ranks].
-    starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()
-    first_bag = num_bags_of_block.cumsum(0) - num_bags_of_block
+    first_elements = (elements_of_block.cumsum(0) - elements_of_block).view(shape[::-1]).t()
+    first_bag_of_block = num_bags_of_block.cumsum(0) - num_bags_of_block
     # If a block's first bag is b and its first element is s, bag i begins at s + (i - b) * dim.
-    dim_of_block = dim.expand(shape).reshape(-1)
-    base = starts.reshape(-1) - first_bag * dim_of_block
-    feature = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])
-    columns_of_block = torch.stack([feature, base, dim_of_block], dim=1)
+    dim_of_block = dim_of_feature.expand(shape).reshape(-1)
+    base_of_block = first_elements.reshape(-1) - first_bag_of_block * dim_of_block
+    feature_of_block = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])
+    columns_of_block = torch.stack([feature_of_block, base_of_block, dim_of_block], dim=1)
     columns_of_bag = columns_of_block.repeat_interleave(
         num_bags_of_block, dim=0, output_size=num_bags
     )
     feature_of_bag, base_of_bag, dim_of_bag = columns_of_bag.unbind(1)
     element_of_bag = base_of_bag + torch.arange(num_bags, device="cpu") * dim_of_bag
-    layout = torch.stack([feature_of_bag, element_of_bag], dim=1)
-    return VariableBatchLayout(layout.to(device, non_blocking=True), output_numel)
+    bag_layout = torch.stack([feature_of_bag, element_of_bag], dim=1)
+    return VariableBatchLayout(bag_layout.to(device, non_blocking=True), output_numel)
 
 
 def _check_batch_sizes(
     batch_sizes: Sequence[Sequence[int]], num_features: int, num_bags: int
 ) -> None:
     """Raise the errors of `make_variable_layout`."""
-    has_lists = hasattr(batch_sizes, "__len__") and all(hasattr(s, "__len__") for s in batch_sizes)
+    has_lists = hasattr(batch_sizes, "__len__") and all(
+        hasattr(sizes, "__len__") for sizes in batch_sizes
+    )
     if not has_lists:
         raise TypeError(f"batch_sizes must be one list of ints per feature, got {batch_sizes}")
     if len(batch_sizes) != num_features:
         raise ValueError(
             f"batch_sizes must have one list per feature = {num_features}, got {len(batch_sizes)}"
         )
-    numbers_of_ranks = {len(sizes) for sizes in batch_sizes}
-    if len(numbers_of_ranks) > 1:
+    rank_counts = {len(sizes) for sizes in batch_sizes}
+    if len(rank_counts) > 1:
         raise ValueError(
             "batch_sizes must have the same number of ranks for every feature, got "
-            f"{sorted(numbers_of_ranks)}"
+            f"{sorted(rank_counts)}"
         )
     sizes = [size for sizes_of_feature in batch_sizes for size in sizes_of_feature]
     try:
-        total: Any = sum(sizes)
+        total_bags: Any = sum(sizes)
     except TypeError:  # e.g. of strings
-        total = math.nan
-    if not isinstance(total, int) and _is_floating_point(total):  # one float makes the sum one
+        total_bags = math.nan
+    if not isinstance(total_bags, int) and _is_floating_point(
+        total_bags
+    ):  # one float makes the sum one
         raise TypeError(f"batch_sizes must be ints, got {batch_sizes}")
     if any(size < 0 for size in sizes):
         raise ValueError(f"batch_sizes must be >= 0, got {min(sizes)}")
-    if total != num_bags:
+    if total_bags != num_bags:
         raise ValueError(
-            f"batch_sizes add up to {total} bags, but offsets has {num_bags} + 1 entries"
+            f"batch_sizes add up to {total_bags} bags, but offsets has {num_bags} + 1 entries"
         )
 
 

@@ -84,14 +84,15 @@ def describe_first_violation(
     feature_of_index = feature_of_bag.repeat_interleave(offsets.diff())
     first_offset = int(offsets[0])
     checked_ids = indices[first_offset : first_offset + len(feature_of_index)]
-    rows = features[feature_of_index, FeatureColumn.ROWS]
-    invalid = ((checked_ids < -1) | (checked_ids >= rows)).nonzero()
-    if not len(invalid):
+    num_rows = features[feature_of_index, FeatureColumn.ROWS]
+    invalid_positions = ((checked_ids < -1) | (checked_ids >= num_rows)).nonzero()
+    if not len(invalid_positions):
         return ""
-    position = int(invalid[0])
+    position = int(invalid_positions[0])
     return (
         f" (the first: index {int(checked_ids[position])} at position {first_offset + position}, "
-        f"{feature_label(module, int(feature_of_index[position]))} of {int(rows[position])} rows)"
+        f"{feature_label(module, int(feature_of_index[position]))} of "
+        f"{int(num_rows[position])} rows)"
     )
 
 
@@ -115,9 +116,9 @@ def error_with_names(
     repaired ones.
     """
     if "not decrease" in str(error):
-        negative = negative_length_error(module, offsets, bag_layout)
-        if negative is not None:
-            return negative
+        length_error = negative_length_error(module, offsets, bag_layout)
+        if length_error is not None:
+            return length_error
 
     def label(number: re.Match[str]) -> str:
         return f"indices of {feature_label(module, int(number[1]))}"
@@ -138,12 +139,14 @@ def negative_length_error(
     labels: Sequence[str] | None = getattr(module, "feature_labels", None)
     if not labels or not bool((lengths < 0).any()):
         return None
-    bag = int((lengths < 0).nonzero()[0])
+    negative_bag = int((lengths < 0).nonzero()[0])
     bags_per_feature = max(len(lengths) // len(labels), 1)
-    feature = bag // bags_per_feature if bag_layout is None else int(bag_layout[bag, 0])
+    feature = (
+        negative_bag // bags_per_feature if bag_layout is None else int(bag_layout[negative_bag, 0])
+    )
     return RuntimeError(
-        f"bounds_check: lengths must be >= 0, got {int(lengths[bag])} in {labels[feature]} "
-        "(are they offsets that decrease?)"
+        f"bounds_check: lengths must be >= 0, got {int(lengths[negative_bag])} in "
+        f"{labels[feature]} (are they offsets that decrease?)"
     )
 
 
@@ -151,7 +154,7 @@ def _features_phrase(module: Any) -> str:
     """Return a phrase that names the features whose violations a GPU counts together."""
     labels = getattr(module, "feature_labels", None)
     if labels is None:
-        labels = [feature_label(module, f) for f in range(len(module.feature_tables))]
+        labels = [feature_label(module, feature) for feature in range(len(module.feature_tables))]
     omitted = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return f" (in one of: {'; '.join(labels[:3])}{omitted})"
 
@@ -171,7 +174,7 @@ class BoundsReport:
         self._reported_counts = (0, 0)
         self._num_checks = 0
         self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
-        self._message, self._where = BOUNDS_MESSAGE, ""
+        self._message, self._module_features = BOUNDS_MESSAGE, ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new report: events belong to a process."""
@@ -189,8 +192,8 @@ class BoundsReport:
             return
         if torch.cuda.is_current_stream_capturing():
             return
-        if not self._where:
-            self._where = _features_phrase(module)
+        if not self._module_features:
+            self._module_features = _features_phrase(module)
         self._message = message
         self.poll()
         if self._pending_copy is None and self._num_checks % CHECKS_PER_COPY == 0:
@@ -199,9 +202,10 @@ class BoundsReport:
 
     def poll(self) -> None:
         """Warn of the violations in the last copy from the device, if it is complete."""
-        copy = self._pending_copy  # read once: another thread may finish it and set it to None
-        if copy is not None and copy[1].query():
-            self._report(copy[0])
+        # Read once: another thread may finish it and set it to None.
+        pending_copy = self._pending_copy
+        if pending_copy is not None and pending_copy[1].query():
+            self._report(pending_copy[0])
 
     def report_now(self, counts: Tensor) -> None:
         """Warn of the violations in `counts` that no warning reported; wait for the current stream.
@@ -214,14 +218,14 @@ class BoundsReport:
     def _start_copy(self, counts: Tensor) -> None:
         """Start to copy the counts of violations, int64 `[2]`, to host memory."""
         with torch.cuda.device(counts.device):
-            pinned = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
-            pinned.copy_(counts, non_blocking=True)
+            counts_on_host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
+            counts_on_host.copy_(counts, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._pending_copy = pinned, event
+        self._pending_copy = counts_on_host, event
 
     def _report(self, violations: Tensor) -> None:
-        """Warn about the violations in the counts `[2]` that no earlier report had."""
+        """Warn about the `violations` `[2]` that no earlier report had."""
         counts: Sequence[int] = violations.tolist()
         self._pending_copy = None
         counts_before = self._reported_counts
@@ -229,14 +233,16 @@ class BoundsReport:
             count < count_before for count, count_before in zip(counts, counts_before, strict=True)
         ):
             counts_before = (0, 0)  # the module was reset or moved
-        indices, offsets = (
+        num_indices, num_offsets = (
             count - count_before for count, count_before in zip(counts, counts_before, strict=True)
         )
         self._reported_counts = counts[0], counts[1]
-        if indices or offsets:
-            text = self._message.format(indices=indices, offsets=offsets, where=self._where)
-            text += "; counted on the GPU in earlier batches"
-            warnings.warn(text, stacklevel=caller_level())
+        if num_indices or num_offsets:
+            warning = self._message.format(
+                indices=num_indices, offsets=num_offsets, where=self._module_features
+            )
+            warning += "; counted on the GPU in earlier batches"
+            warnings.warn(warning, stacklevel=caller_level())
 
 
 def report_of(module: object) -> BoundsReport:

@@ -124,11 +124,11 @@ class BatchInFlight:
         assert self.ticket is not None
         self._locations, self._newest_fetch_of_slots = locations, self.ticket.number
 
-    def note_for_repetition(self, running: CheckpointedForward | None) -> None:
+    def note_for_repetition(self, forward: CheckpointedForward | None) -> None:
         """Store this batch for the repetition of its forward, if checkpointing will repeat it."""
-        self._will_be_repeated = running is not None and running.trains_without_grad
-        if running is not None:
-            running.note(self.owner, self)
+        self._will_be_repeated = forward is not None and forward.trains_without_grad
+        if forward is not None:
+            forward.note(self.owner, self)
 
     def locate(self, *, lookups: bool = True) -> autograd.RowLocations:
         """Return the current locations of the batch's rows and, with `lookups`, of its lookups.
@@ -193,16 +193,16 @@ _NUM_LOCATIONS = len(tbe.Groups._fields) + 2
 
 
 class _PostponedFetch(NamedTuple):
-    """Rows whose fetch is postponed until batch `number` is looked up.
+    """Rows whose fetch is postponed until their batch is looked up.
 
     Attributes:
-        number: number of the batch.
+        ticket_number: number of the batch's ticket.
         tiers: the memory between which the rows move.
         tensors: results of the op that lists the rows; empty until it has run.
         first_field: index in `tensors` of the first field of `PostponedRows`.
     """
 
-    number: int
+    ticket_number: int
     tiers: autograd.Tiers
     tensors: list[Tensor]
     first_field: int
@@ -286,7 +286,7 @@ class PrefetchingCache:
         self.lock = lock
         # Whether rows are rounded when they are written back. Then a prefetch reads the step count,
         # for stochastic rounding, which updates write: they must wait for each other.
-        self.rounds_rows = cache.layout.weights is not memory.precision.weights
+        self.rounds_rows = cache.layout.weights_dtype is not memory.precision.weights
         # Number of the last batch whose rows were fetched. Its plan may have assigned ways to rows
         # of earlier batches in flight; later batches were planned with its rows in the cache.
         self.last_fetched_batch = -1
@@ -303,10 +303,10 @@ class PrefetchingCache:
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
         work = {name: _LastWork() for name in ("_last_prefetch", "_last_access", "_last_postponed")}
-        empty = {
+        empty_queues = {
             name: deque[object]() for name in ("_queue", "_dropped_tickets", "_postponed_fetches")
         }
-        return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
+        return {**self.__dict__, **work, **empty_queues, "_tickets": {}, "_streams": []}
 
     @property
     def fetches_at_once(self) -> bool:
@@ -418,16 +418,16 @@ class PrefetchingCache:
                 one were written to since its prefetch.
         """
         with self.lock:
-            running = checkpointed_forward(training=training)
-            if running is not None and running.is_recomputation:
-                first: BatchInFlight | None = running.recall(self)  # of the first forward
-                if first is not None:
-                    return read(batch._replace(slots=first.locate().slots, hooks=first))
+            forward = checkpointed_forward(training=training)
+            if forward is not None and forward.is_recomputation:
+                flight: BatchInFlight | None = forward.recall(self)  # of the first forward
+                if flight is not None:
+                    return read(batch._replace(slots=flight.locate().slots, hooks=flight))
             is_next = self.is_next(batch_id, in_order=torch.is_grad_enabled())
             flight = self.start(batch, tiers, batch_id, check, is_next=is_next)
             assert flight is not None
             try:
-                flight.note_for_repetition(running)
+                flight.note_for_repetition(forward)
                 out = read(batch._replace(slots=flight.locate().slots, hooks=flight))
             except BaseException:
                 self.drop(flight)
@@ -437,17 +437,17 @@ class PrefetchingCache:
 
     def _check_next_prefetched(self, batch_id: BatchId) -> BatchInFlight:
         """Return the next prefetched batch; raise RuntimeError if it is not `batch_id`."""
-        expected, versions, flight = self._queue[0]
-        if expected.versions() != versions:
+        expected_id, versions, flight = self._queue[0]
+        if expected_id.versions() != versions:
             raise RuntimeError(
                 "the next of the prefetched batches was written to since; use separate tensors "
                 "for every batch in flight"
             )
-        if not expected.has_content_of(batch_id):
+        if not expected_id.has_content_of(batch_id):
             raise RuntimeError(
-                f"{_ORDER_MESSAGE}: the next of {len(self._queue)} has {expected.indices.numel()} "
-                f"lookups, got another one of {batch_id.indices.numel()}; pass that one, or "
-                "flush() and then reset_cache_states() to forget them"
+                f"{_ORDER_MESSAGE}: the next of {len(self._queue)} has "
+                f"{expected_id.indices.numel()} lookups, got one of {batch_id.indices.numel()}; "
+                "pass that one, or flush() and then reset_cache_states() to forget them"
             )
         return flight
 
@@ -470,9 +470,9 @@ class PrefetchingCache:
             self._last_access.wait()
             self._last_postponed.wait()
             self._last_prefetch.begin(batch.indices.device)
-        size = self._size_of_pass(batch)
-        if size < batch.indices.numel() or self.memory.disk is not None:
-            self._fetch_in_passes(flight, batch, tiers, size)
+        pass_size = self._pass_size(batch)
+        if pass_size < batch.indices.numel() or self.memory.disk is not None:
+            self._fetch_in_passes(flight, batch, tiers, pass_size)
         elif not self._fetch_at_once(flight, batch, tiers, check):
             return False
         if not is_one_stream:
@@ -488,7 +488,7 @@ class PrefetchingCache:
         check: BatchCheck,
     ) -> bool:
         """Check the batch, group it and fetch its rows in one op; return whether it is valid."""
-        ticket, tiers = self._new_ticket(flight), self.moved_tiers(tiers)
+        ticket, tiers = self._new_ticket(flight), self.tiers_for_moves(tiers)
         postpones = self.cache.weights.is_cuda and not self.rounds_rows and len(self._tickets) > 1
         results: list[Tensor] = []
         if postpones:
@@ -512,17 +512,17 @@ class PrefetchingCache:
             flight.offsets = results[-1]
         return True
 
-    def moved_tiers(self, tiers: autograd.Tiers) -> autograd.Tiers:
+    def tiers_for_moves(self, tiers: autograd.Tiers) -> autograd.Tiers:
         """Return the tiers between which rows move, without hyperparameters if none is rounded."""
         if not self.cache.weights.is_cuda or self.rounds_rows or tiers.hyperparams.numel() == 0:
             return tiers
         return tiers._replace(hyperparams=tiers.hyperparams[:0])
 
     def _fetch_in_passes(
-        self, flight: BatchInFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
+        self, flight: BatchInFlight, batch: autograd.Lookup, tiers: autograd.Tiers, pass_size: int
     ) -> None:
-        """Fetch the rows of a batch in passes of at most `size` ids."""
-        passes = self._passes(batch, size)
+        """Fetch the rows of a batch in passes of at most `pass_size` ids."""
+        passes = self._groups_by_pass(batch, pass_size)
         groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
         ticket = self._new_ticket(flight)
         self.cache.enter(ticket.number)
@@ -531,19 +531,20 @@ class PrefetchingCache:
             row_slots = self.cache.find(groups)
         flight.set_locations(autograd.RowLocations(groups, row_slots))
 
-    def _size_of_pass(self, batch: autograd.Lookup) -> int:
+    def _pass_size(self, batch: autograd.Lookup) -> int:
         """Return the number of lookups whose rows are fetched at a time."""
-        length, passes = batch.indices.numel(), self.options.passes
-        if passes is not None and length >= passes.min_lookups:
-            return -(-length // passes.passes)
-        return length
+        num_lookups, multi_pass = batch.indices.numel(), self.options.passes
+        if multi_pass is not None and num_lookups >= multi_pass.min_lookups:
+            return -(-num_lookups // multi_pass.passes)
+        return num_lookups
 
-    def _passes(self, batch: autograd.Lookup, size: int) -> list[tbe.Groups]:
-        """Return the groups of each pass of `size` lookups."""
-        length = batch.indices.numel()
-        if size >= length:
+    def _groups_by_pass(self, batch: autograd.Lookup, pass_size: int) -> list[tbe.Groups]:
+        """Return the groups of each pass of `pass_size` lookups."""
+        num_lookups = batch.indices.numel()
+        if pass_size >= num_lookups:
             return [autograd.groups_of(batch)]
-        pass_batches = (_sub_batch(batch, start, start + size) for start in range(0, length, size))
+        starts = range(0, num_lookups, pass_size)
+        pass_batches = (_sub_batch(batch, start, start + pass_size) for start in starts)
         # A pass needs only the distinct rows of its lookups; the rest of its groups is freed.
         no_ids = batch.indices.new_empty(0, dtype=torch.int32)
         return [
@@ -551,43 +552,44 @@ class PrefetchingCache:
             for pass_batch in pass_batches
         ]
 
-    def _fetch_passes(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
+    def _fetch_passes(
+        self, passes: list[tbe.Groups], tiers: autograd.Tiers, ticket_number: int
+    ) -> Tensor:
         """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows.
 
         Rows that an update of an earlier batch in flight may still write are listed in
         `_postponed_fetches` instead, if the cache is on a GPU.
         """
-        disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
+        disk = self.memory.disk
         postponed: list[PostponedRows] = []
-        tiers = self.moved_tiers(tiers)
+        tiers = self.tiers_for_moves(tiers)
         if self.cache.weights.is_cuda and not self.rounds_rows and len(self._tickets) > 1:
             postponed = [self.cache.empty_postponed_rows(groups.rows.numel()) for groups in passes]
             self._postponed_fetches.extend(
-                _PostponedFetch(number, tiers, list(rows), 0) for rows in postponed
+                _PostponedFetch(ticket_number, tiers, list(rows), 0) for rows in postponed
             )
         else:
-            self.last_fetched_batch = number
+            self.last_fetched_batch = ticket_number
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
         for groups_of_pass in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
-                evicted = self.cache.evictions(groups_of_pass[0])
-                evicted = evicted[evicted >= first_row] - first_row
-                self._read_pages(groups_of_pass[0], evicted)
-                disk.verify(self._disk_rows(groups_of_pass[0]))
-                disk.protect(evicted)
+                evicted_rows = self._disk_rows(self.cache.evictions(groups_of_pass[0]))
+                self._read_pages(groups_of_pass[0], evicted_rows)
+                disk.verify(self._disk_rows(_valid_rows(groups_of_pass[0])))
+                disk.protect(evicted_rows)
             row_slots = self.cache.fetch(tiers, groups_of_pass, postponed)[-1]
         return row_slots
 
-    def fetch_postponed(self, number: int) -> None:
-        """Fetch on the current stream the rows that prefetches up to ticket `number` postponed.
+    def fetch_postponed(self, ticket_number: int) -> None:
+        """Fetch on the current stream the rows that prefetches up to `ticket_number` postponed.
 
         Updates that are already enqueued run before it; later ones look up their slots again.
         """
         is_one_stream, device = self.note_stream(), self.cache.weights.device
         if not is_one_stream:
             self._last_postponed.wait()
-        while self._postponed_fetches and self._postponed_fetches[0].number <= number:
-            work, rows = self._postponed_fetches[0], self._postponed_fetches[0].rows
+        while self._postponed_fetches and self._postponed_fetches[0].ticket_number <= ticket_number:
+            postponed_fetch, rows = self._postponed_fetches[0], self._postponed_fetches[0].rows
             if rows is None:
                 self._postponed_fetches.popleft()
                 continue
@@ -596,9 +598,9 @@ class PrefetchingCache:
                 self._last_postponed.begin(device)
                 for tensor in rows:
                     tensor.record_stream(torch.cuda.current_stream(device))
-            self.last_fetched_batch = max(self.last_fetched_batch, work.number)
+            self.last_fetched_batch = max(self.last_fetched_batch, postponed_fetch.ticket_number)
             # In one native call: fetching a row again would lose the updates in between.
-            fetch = self.cache.fetch_postponed(work.tiers, rows)
+            fetch = self.cache.fetch_postponed(postponed_fetch.tiers, rows)
             in_one_call(fetch, partial(self._postponed_fetches.popleft))
             if not is_one_stream:
                 self._last_postponed.end(device)
@@ -618,13 +620,13 @@ class PrefetchingCache:
         call `end_access`; not checked.
         """
         if self.memory.disk is not None:
-            self.memory.disk.verify(self._disk_rows(groups))
+            self.memory.disk.verify(self._disk_rows(_valid_rows(groups)))
         locations = autograd.RowLocations(groups, self.find(groups))
         self.begin_access()
         self.protect_conflicts(locations)
         return locations
 
-    def _read_pages(self, groups: tbe.Groups, evicted: Tensor) -> None:
+    def _read_pages(self, groups: tbe.Groups, evicted_rows: Tensor) -> None:
         """Read the pages of rows on disk that a fetch copies to the cache or back, many at a time.
 
         A sample of the rows decides, at each fetch while pages are missing in memory, else at every
@@ -633,26 +635,24 @@ class PrefetchingCache:
         self._fetches_until_probe -= 1
         if self._fetches_until_probe > 0:
             return
-        disk, rows = self.memory.disk, groups.rows[: int(groups.count)]
+        disk, rows = self.memory.disk, _valid_rows(groups)
         assert disk is not None
         sample = rows[:: max(rows.numel() // _SAMPLED_ROWS, 1)]
-        if disk.fetch(self._missing_on_disk(groups, sample)):
-            disk.fetch(torch.cat([self._missing_on_disk(groups, rows), evicted]))
+        if disk.fetch(self._rows_only_on_disk(groups, sample)):
+            disk.fetch(torch.cat([self._rows_only_on_disk(groups, rows), evicted_rows]))
         else:
             self._fetches_until_probe = _FETCHES_PER_PROBE
 
-    def _missing_on_disk(self, groups: tbe.Groups, rows: Tensor) -> Tensor:
+    def _rows_only_on_disk(self, groups: tbe.Groups, rows: Tensor) -> Tensor:
         """Return those of `rows` that are only on disk, counted from the first row there."""
-        count = torch.full_like(groups.count, rows.numel())
-        slots = self.cache.find(groups._replace(rows=rows.contiguous(), count=count))
-        first_row = self.memory.layout.first_disk_row
-        return rows[(slots < 0) & (rows >= first_row)] - first_row
+        num_rows = torch.full_like(groups.count, rows.numel())
+        slots = self.cache.find(groups._replace(rows=rows.contiguous(), count=num_rows))
+        return self._disk_rows(rows[slots < 0])
 
-    def _disk_rows(self, groups: tbe.Groups) -> Tensor:
-        """Return the rows of a batch on disk, counted from the first row there."""
-        rows = groups.rows[: int(groups.count)]
-        first_row = self.memory.layout.first_disk_row
-        return rows[rows >= first_row] - first_row
+    def _disk_rows(self, rows: Tensor) -> Tensor:
+        """Return those of `rows` that are on disk, counted from the first row there."""
+        first_disk_row = self.memory.layout.first_disk_row
+        return rows[rows >= first_disk_row] - first_disk_row
 
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""
@@ -712,10 +712,8 @@ class PrefetchingCache:
         if self.memory.disk is None:
             return
         assert locations.row_slots is not None
-        count, first_row = int(locations.groups.count), self.memory.layout.first_disk_row
-        rows, slots = locations.groups.rows[:count], locations.row_slots[:count]
-        in_place = (rows >= first_row) & (slots < 0)
-        self.memory.disk.protect(rows[in_place] - first_row)
+        rows = _valid_rows(locations.groups)
+        self.memory.disk.protect(self._disk_rows(rows[locations.row_slots[: len(rows)] < 0]))
 
     def flush(self, tiers: autograd.Tiers) -> None:
         """Write all cached rows back, and commit the disk tier; prefetched batches stay valid.
@@ -726,14 +724,12 @@ class PrefetchingCache:
         with self.lock:
             self.complete_fetches()
             self.begin_access()
-            disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
-            if disk is not None:
-                rows = self.cache.tags[self.cache.tags >= first_row]
-                disk.protect(rows - first_row)
+            if self.memory.disk is not None:
+                self.memory.disk.protect(self._disk_rows(self.cache.tags))
             self.cache.flush(tiers)
             self.end_access()
-            if disk is not None:
-                disk.commit(tiers.hyperparams.tolist())
+            if self.memory.disk is not None:
+                self.memory.disk.commit(tiers.hyperparams.tolist())
 
     def complete_fetches(self) -> None:
         """Make the current stream wait for all prefetches, and fetch rows that they postponed."""
@@ -759,6 +755,11 @@ class PrefetchingCache:
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _valid_rows(groups: tbe.Groups) -> Tensor:
+    """Return the distinct rows of grouped lookups on the CPU, without what follows them."""
+    return groups.rows[: int(groups.count)]
 
 
 def _keep_on_this_stream(locations: autograd.RowLocations) -> torch.cuda.Stream | None:

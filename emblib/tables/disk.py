@@ -164,13 +164,13 @@ class DiskStore:
     ) -> None:
         """Open or create the files of a store, map them, and undo an interrupted commit."""
         self._read_store()
-        elements = sum(spec.rows * spec.dim for spec in tables)
-        files = [MappedFile(self.directory / "weights.bin", self._layout["weights"], elements)]
+        num_elements = sum(spec.rows * spec.dim for spec in tables)
+        files = [MappedFile(self.directory / "weights.bin", self._layout["weights"], num_elements)]
         for state, saved_state in zip(states, self._layout["states"], strict=True):
             path = self.directory / f"state_{state.name}.bin"
             files.append(
                 MappedFile(
-                    path, saved_state["dtype"], self._num_rows if state.per_row else elements
+                    path, saved_state["dtype"], self._num_rows if state.per_row else num_elements
                 )
             )
         sum_files = [_sums_file(file) for file in files]
@@ -187,7 +187,7 @@ class DiskStore:
         for file in sum_files:
             file.map()
         self.user_tensors = [file.alias() for file in files]
-        self._versions = [t._version for t in self.user_tensors]
+        self._versions = [tensor._version for tensor in self.user_tensors]
         self._sums = []
         for file, sum_file, per_row in zip(
             files, sum_files, [False, *(state.per_row for state in states)], strict=True
@@ -199,7 +199,7 @@ class DiskStore:
         self._blocks = _make_blocks(
             tables, self.weights, list(zip(states, self.states, strict=True))
         )
-        sum_blocks = [Block(0, s.sums.shape[0], [s.sums]) for s in self._sums]
+        sum_blocks = [Block(0, sums.sums.shape[0], [sums.sums]) for sums in self._sums]
         self._journal = Journal(self.directory / _JOURNAL, [*self._blocks, *sum_blocks])
         handles.callback(self._journal.close)
         flush_directory(self.directory)  # the file names, before anything relies on them
@@ -214,17 +214,17 @@ class DiskStore:
             self._recover([file.nbytes for file in files])
         self._journal.clear()
 
-    def _recover(self, lengths: Sequence[int]) -> None:
+    def _recover(self, file_lengths: Sequence[int]) -> None:
         """Roll back to the last commit, and verify the pages that must be verified at opening."""
         if self._journal.roll_back(self._epoch):
             self._sync_files()
         if self._verify is Verify.OFF:
-            for sums, length in zip(self._sums, lengths, strict=True):
+            for sums, length in zip(self._sums, file_lengths, strict=True):
                 sums.length = length
                 sums.accept_all()
             return
         with mentioning_restart(may_miss_records=self._journal.may_miss_records):
-            for sums, length, root in zip(self._sums, lengths, self._roots, strict=True):
+            for sums, length, root in zip(self._sums, file_lengths, self._roots, strict=True):
                 sums.length = length
                 sums.verify_root(root)
             if self._journal.may_miss_records or self._verify is Verify.OPEN:
@@ -240,14 +240,14 @@ class DiskStore:
             self._write_store(0, [], _COMMITTED)
             flush_directory(self.directory)
         with raising_content_errors(path):
-            saved = json.loads(path.read_text())
-            layout = saved["layout"]
+            content = json.loads(path.read_text())
+            layout = content["layout"]
             self._lacks_sums = layout["format"] == FORMAT_WITHOUT_SUMS
             if not self._lacks_sums:
-                saved = unseal(saved)
-                self._roots = [int(root) for root in saved["checksums"]]
-            self._epoch, status = int(saved["commit"]), saved["status"]
-            self.committed_numbers = [float(number) for number in saved["numbers"]]
+                content = unseal(content)
+                self._roots = [int(root) for root in content["checksums"]]
+            self._epoch, status = int(content["commit"]), content["status"]
+            self.committed_numbers = [float(number) for number in content["numbers"]]
         if self._lacks_sums:
             check_upgrade(self.directory, self._verify)
         _check_layout(self.directory, layout, self._layout, is_upgrade=self._lacks_sums)
@@ -275,10 +275,10 @@ class DiskStore:
         """
         rows = self._flat_rows(rows)
         has_read = False
-        for index, local_rows in self._split_by_block(
+        for block_index, local_rows in self._split_by_block(
             rows if len(self._blocks) == 1 else rows.sort().values
         ):
-            for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
+            for sums, tensor in zip(self._sums, self._blocks[block_index].tensors, strict=True):
                 has_read |= sums.fetch(*_locate_rows(tensor, local_rows))
         return has_read
 
@@ -297,8 +297,8 @@ class DiskStore:
             return
         rows = self._flat_rows(rows)
         rows = rows[self._is_verified[rows] == 0].unique()
-        for index, local_rows in self._split_by_block(rows):
-            for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
+        for block_index, local_rows in self._split_by_block(rows):
+            for sums, tensor in zip(self._sums, self._blocks[block_index].tensors, strict=True):
                 sums.verify(*_locate_rows(tensor, local_rows))
         self._is_verified[rows] = 1
 
@@ -333,10 +333,10 @@ class DiskStore:
         if not rows.numel():
             return
         first_rows = rows.new_tensor([block.first_row for block in self._blocks])
-        cuts = [*torch.searchsorted(rows, first_rows).tolist(), rows.numel()]
-        for index, (start, end) in enumerate(itertools.pairwise(cuts)):
+        block_ends = [*torch.searchsorted(rows, first_rows).tolist(), rows.numel()]
+        for block_index, (start, end) in enumerate(itertools.pairwise(block_ends)):
             if start < end:
-                yield index, rows[start:end] - self._blocks[index].first_row
+                yield block_index, rows[start:end] - self._blocks[block_index].first_row
 
     def protect(self, rows: Tensor) -> None:
         """Journal the committed values of rows that are about to be overwritten.
@@ -362,14 +362,14 @@ class DiskStore:
         if self._may_change_all or not rows.numel():
             return
         rows = rows[self._is_journaled[rows] == 0].unique()
-        for index, local_rows in self._split_by_block(rows):
-            for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
+        for block_index, local_rows in self._split_by_block(rows):
+            for sums, tensor in zip(self._sums, self._blocks[block_index].tensors, strict=True):
                 sums.prepare_write(*_locate_rows(tensor, local_rows))
         with self._syncs.watch():
-            for index, local_rows in self._split_by_block(rows):
+            for block_index, local_rows in self._split_by_block(rows):
                 self._journal.begin(self._epoch)
-                for journaled_rows in self._journal.append(index, local_rows):
-                    self._is_journaled[journaled_rows + self._blocks[index].first_row] = 1
+                for journaled_rows in self._journal.append(block_index, local_rows):
+                    self._is_journaled[journaled_rows + self._blocks[block_index].first_row] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
@@ -395,7 +395,7 @@ class DiskStore:
             self._sync_files()
             self._roots = [sums.root(length) for sums, length in self._sums_and_lengths()]
             self._committing = _Commit(
-                self._epoch + 1, numbers, [t._version for t in self.user_tensors]
+                self._epoch + 1, numbers, [tensor._version for tensor in self.user_tensors]
             )
             self._write_store(self._epoch + 1, numbers, _COMMITTED)
             self._finish_commit(self._committing)
@@ -421,8 +421,8 @@ class DiskStore:
         commit = self._committing
         if commit is None:
             return
-        saved = unseal(json.loads((self.directory / _STORE).read_text()))
-        if int(saved["commit"]) == commit.epoch:
+        content = unseal(json.loads((self.directory / _STORE).read_text()))
+        if int(content["commit"]) == commit.epoch:
             with self._syncs.watch():
                 self._finish_commit(commit)
         self._committing = None
@@ -440,19 +440,19 @@ class DiskStore:
                 sums.accept_all()
         if self._may_change_all:
             self._sync_files()  # only then are exactly the unwritten pages holes of the files
-        for k, (sums, length) in enumerate(self._sums_and_lengths()):
+        for file_index, (sums, length) in enumerate(self._sums_and_lengths()):
             for pages, new_sums in sums.outdated_sums(length, skip_holes=self._may_change_all):
                 if not self._may_change_all:
-                    self._journal_sums(k, pages)
+                    self._journal_sums(file_index, pages)
                 sums.sums.index_copy_(0, pages, new_sums)
 
-    def _journal_sums(self, block_index: int, pages: Tensor) -> None:
-        """Journal checksums of file `block_index` before they are replaced, once per epoch."""
-        pages = self._sums[block_index].pages_to_journal(pages)
+    def _journal_sums(self, file_index: int, pages: Tensor) -> None:
+        """Journal checksums of file `file_index` before they are replaced, once per epoch."""
+        pages = self._sums[file_index].pages_to_journal(pages)
         if pages.numel():
             self._journal.begin(self._epoch)
-            for journaled in self._journal.append(len(self._blocks) + block_index, pages):
-                self._sums[block_index].note_journaled(journaled)
+            for journaled_pages in self._journal.append(len(self._blocks) + file_index, pages):
+                self._sums[file_index].note_journaled(journaled_pages)
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:
@@ -522,7 +522,8 @@ def _layout_of(
         return torch.float32 if state.per_row else state_dtype
 
     state_entries = [
-        {"name": s.name, "per_row": s.per_row, "dtype": dtype_name(dtype_of(s))} for s in states
+        {"name": state.name, "per_row": state.per_row, "dtype": dtype_name(dtype_of(state))}
+        for state in states
     ]
     return {
         "format": _FORMAT,
@@ -535,20 +536,24 @@ def _layout_of(
 
 
 def _check_layout(
-    directory: Path, saved: dict[str, Any], required: dict[str, Any], *, is_upgrade: bool
+    directory: Path,
+    saved_layout: dict[str, Any],
+    required_layout: dict[str, Any],
+    *,
+    is_upgrade: bool,
 ) -> None:
     """Raise ValueError unless a saved layout has the entries of `_layout_of`.
 
     An upgrade of a store without checksums ignores the entries of formats.
     """
-    for key, value in required.items():
+    for key, value in required_layout.items():
         if is_upgrade and (key == "format" or key in CHECKSUM_FORMAT):
             continue
-        if saved.get(key) != value:
+        if saved_layout.get(key) != value:
             raise ValueError(
                 f"{directory} holds DISK tables of another layout: their {key} are "
-                f"{saved.get(key)}, asked for are {value}; name another directory, or move them "
-                "with state_dict from a module that fits"
+                f"{saved_layout.get(key)}, asked for are {value}; name another directory, or "
+                "move them with state_dict from a module that fits"
             )
 
 
@@ -562,15 +567,15 @@ def _describe(
     tables: Sequence[TableSpec], row_bytes_by_table: Sequence[int], begin: int, end: int
 ) -> str:
     """Return a text that names the rows in bytes `[begin, end)` of a file."""
-    ranges, offset = [], 0
+    row_ranges, table_begin = [], 0
     for spec, row_bytes in zip(tables, row_bytes_by_table, strict=True):
-        size = spec.rows * row_bytes
-        if offset < end and begin < offset + size:
-            first_row = max(begin - offset, 0) // row_bytes
-            last_row = (min(end - offset, size) - 1) // row_bytes
-            ranges.append(f"rows {first_row} to {last_row} of table {spec.name!r}")
-        offset += size
-    return ", ".join(ranges)
+        table_bytes = spec.rows * row_bytes
+        if table_begin < end and begin < table_begin + table_bytes:
+            first_row = max(begin - table_begin, 0) // row_bytes
+            last_row = (min(end - table_begin, table_bytes) - 1) // row_bytes
+            row_ranges.append(f"rows {first_row} to {last_row} of table {spec.name!r}")
+        table_begin += table_bytes
+    return ", ".join(row_ranges)
 
 
 def _locate_rows(tensor: Tensor, rows: Tensor) -> tuple[Tensor, int, int]:
@@ -582,17 +587,18 @@ def _make_blocks(
     tables: Sequence[TableSpec], weights: Tensor, states: Sequence[tuple[State, Tensor]]
 ) -> list[Block]:
     """Return the blocks of the files: neighbouring tables of one dim are one block."""
-    blocks, first_row, element = [], 0, 0
-    for dim, group in itertools.groupby(tables, key=lambda spec: spec.dim):
-        rows = sum(spec.rows for spec in group)
-        if rows == 0:
+    blocks, first_row, first_element = [], 0, 0
+    for dim, tables_of_block in itertools.groupby(tables, key=lambda spec: spec.dim):
+        num_rows = sum(spec.rows for spec in tables_of_block)
+        if num_rows == 0:
             continue
-        elements = slice(element, element + rows * dim)
+        elements = slice(first_element, first_element + num_rows * dim)
         tensors = [weights[elements]]
         tensors += [
-            t[first_row : first_row + rows] if s.per_row else t[elements] for s, t in states
+            tensor[first_row : first_row + num_rows] if state.per_row else tensor[elements]
+            for state, tensor in states
         ]
-        byte_views = [t.view(torch.uint8).view(rows, -1) for t in tensors]
-        blocks.append(Block(first_row, rows, byte_views))
-        first_row, element = first_row + rows, element + rows * dim
+        byte_views = [tensor.view(torch.uint8).view(num_rows, -1) for tensor in tensors]
+        blocks.append(Block(first_row, num_rows, byte_views))
+        first_row, first_element = first_row + num_rows, first_element + num_rows * dim
     return blocks

@@ -154,14 +154,14 @@ def fetch_rows(path: Path, data: Tensor, rows: Tensor, row_bytes: int, first_byt
     return bool(num_ranges)
 
 
-def resize(handle: int, size: int) -> None:
-    """Truncate a file to `size` bytes, or extend it with zeros."""
-    os.ftruncate(handle, size)
+def resize(handle: int, num_bytes: int) -> None:
+    """Truncate a file to `num_bytes` bytes, or extend it with zeros."""
+    os.ftruncate(handle, num_bytes)
 
 
-def allocate(handle: int, begin: int, size: int) -> None:
-    """Reserve disk space for `size` bytes from `begin` on; a file that becomes longer has zeros."""
-    os.posix_fallocate(handle, begin, size)
+def allocate(handle: int, first_byte: int, num_bytes: int) -> None:
+    """Reserve disk space for `num_bytes` from `first_byte` on; a file that grows has zeros."""
+    os.posix_fallocate(handle, first_byte, num_bytes)
 
 
 def rename(old: Path, new: Path) -> None:
@@ -243,17 +243,17 @@ class MappedFile:
     Args:
         path: path of the file.
         dtype: name of a torch dtype, such as "float32".
-        count: number of numbers.
+        num_elements: number of numbers.
 
     Attributes:
         nbytes: length of the file in bytes.
         mapped: the mapping; None before `map`, and for a file without numbers.
     """
 
-    def __init__(self, path: Path, dtype: str, count: int) -> None:
-        self.path, self.count = path, count
+    def __init__(self, path: Path, dtype: str, num_elements: int) -> None:
+        self.path, self.num_elements = path, num_elements
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.nbytes = count * self.dtype.itemsize
+        self.nbytes = num_elements * self.dtype.itemsize
         self.mapped: mmap.mmap | None = None
 
     def create(self) -> None:
@@ -271,19 +271,19 @@ class MappedFile:
         return self.path.exists() and self.path.stat().st_size == self.nbytes
 
     def map(self) -> Tensor:
-        """Map the file, and return it as a tensor `[count]` of its dtype.
+        """Map the file, and return it as a tensor `[num_elements]` of its dtype.
 
         Raises:
             RuntimeError: the file is missing, or has another length.
         """
         if not self.fits():
-            size = self.path.stat().st_size if self.path.exists() else None
-            size_text = "is missing" if size is None else f"has {size} bytes"
+            file_bytes = self.path.stat().st_size if self.path.exists() else None
+            size_text = "is missing" if file_bytes is None else f"has {file_bytes} bytes"
             raise RuntimeError(
                 f"{self.path} {size_text}, its tables have {self.nbytes} bytes; delete the "
                 "directory and start from a checkpoint"
             )
-        if not self.count:
+        if not self.num_elements:
             return torch.empty(0, dtype=self.dtype, device="cpu")
         handle = open_file(self.path)
         try:
@@ -305,11 +305,11 @@ class MappedFile:
         return torch.frombuffer(self.mapped, dtype=self.dtype)
 
 
-def lazy_zeros(count: int) -> Tensor:
-    """Return uint8 zeros `[count]` that take memory only where written; forks get copies."""
-    if not count:
+def lazy_zeros(num_bytes: int) -> Tensor:
+    """Return uint8 zeros `[num_bytes]` that take memory only where written; forks get copies."""
+    if not num_bytes:
         return torch.zeros(0, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -470,8 +470,8 @@ def load_json(path: str | Path) -> str:
         return text  # the caller checks its content
     if not isinstance(content, dict) or _CRC not in content:
         return text
-    saved = content.pop(_CRC)
-    if saved != json_checksum(content):
+    saved_checksum = content.pop(_CRC)
+    if saved_checksum != json_checksum(content):
         raise ValueError(
             f"{path} is damaged: its checksum is wrong; save or copy it again. If it was edited, "
             f"delete its entry {_CRC!r}"
@@ -548,11 +548,11 @@ def check_archive(path: str | Path) -> None:
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                wrong_part = archive.testzip()
+                damaged_member = archive.testzip()
         except archive_errors as error:
             raise ValueError(f"it is not a whole archive of torch.save ({error})") from error
-    if wrong_part is not None:
-        raise ValueError(f"the checksum of its part {wrong_part} is wrong")
+    if damaged_member is not None:
+        raise ValueError(f"the checksum of its part {damaged_member} is wrong")
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:

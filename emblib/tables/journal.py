@@ -45,19 +45,19 @@ class Block(NamedTuple):
 
     Attributes:
         first_row: number of the first row within the store.
-        rows: number of rows.
+        num_rows: number of rows.
         tensors: uint8 `[rows, bytes]` views of everything that is stored per row, e.g. of the
             weights and of each optimizer state.
     """
 
     first_row: int
-    rows: int
+    num_rows: int
     tensors: Sequence[Tensor]
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes that a record has per row: its number, and its bytes in all tensors."""
-        return _ROW_NUMBER_BYTES + sum(t.shape[1] for t in self.tensors)
+        return _ROW_NUMBER_BYTES + sum(tensor.shape[1] for tensor in self.tensors)
 
 
 class _Record(NamedTuple):
@@ -111,21 +111,23 @@ class Journal:
         caller stops the iteration, the remaining rows are not recorded.
         """
         max_rows = max(_MAX_BODY_BYTES // self.blocks[block_index].row_bytes, 1)
-        for row_block in rows.split(max_rows):
-            self._end = self._write(self._pack_record(block_index, row_block))
-            yield row_block
+        for record_rows in rows.split(max_rows):
+            self._end = self._write(self._pack_record(block_index, record_rows))
+            yield record_rows
 
-    def _pack_record(self, index: int, rows: Tensor) -> bytearray:
+    def _pack_record(self, block_index: int, rows: Tensor) -> bytearray:
         """Return the record of rows of a block: header, row numbers, and present bytes of rows."""
-        block = self.blocks[index]
+        block = self.blocks[block_index]
         data = bytearray(_RECORD.size + _body_bytes(block, rows.numel()))
         body = memoryview(data)[_RECORD.size :]
-        numbers, images = _body_views(block, rows.numel(), body)
-        numbers.copy_(rows)
+        row_numbers, images = _body_views(block, rows.numel(), body)
+        row_numbers.copy_(rows)
         for tensor, image in zip(block.tensors, images, strict=True):
             torch.index_select(tensor, 0, rows, out=image)
         checksum = crc32(torch.frombuffer(body, dtype=torch.uint8))
-        head = _RECORD.pack(_RECORD_MAGIC, index, rows.numel(), checksum, 0)[: -_CHECKSUM.size]
+        head = _RECORD.pack(_RECORD_MAGIC, block_index, rows.numel(), checksum, 0)[
+            : -_CHECKSUM.size
+        ]
         data[: _RECORD.size] = head + _CHECKSUM.pack(zlib.crc32(head))
         return data
 
@@ -172,16 +174,16 @@ class Journal:
         Raises:
             JournalError: a checksum is wrong, or the journal is of a later commit.
         """
-        size = os.fstat(self._handle).st_size
-        if size < _HEADER.size:
+        file_bytes = os.fstat(self._handle).st_size
+        if file_bytes < _HEADER.size:
             return False  # the header is on the disk before the first row changes
-        data = mmap.mmap(self._handle, size, access=mmap.ACCESS_COPY)
+        data = mmap.mmap(self._handle, file_bytes, access=mmap.ACCESS_COPY)
         if not any(data[: _HEADER.size]):
             # The power failed before the header was on the disk, so no row can have changed. The
             # store verifies this.
             self.may_miss_records = True
             return False
-        journal_epoch, boot_id = self._header(memoryview(data))
+        journal_epoch, boot_id = self._read_header(memoryview(data))
         if journal_epoch > epoch:
             raise self._damage_error(
                 f"it restores commit {journal_epoch}, but the tables are at commit {epoch}"
@@ -190,7 +192,7 @@ class Journal:
             return False
         if boot_id != boot_id_of_machine() or not any(boot_id):
             self.may_miss_records = True
-        records = list(self._records(memoryview(data)))
+        records = list(self._read_records(memoryview(data)))
         if records:
             self.sync()  # rows must not reach the disk before the records that restore them
         for record in records:
@@ -203,14 +205,14 @@ class Journal:
         if os.fstat(self._handle).st_size:
             durable_files.sync_file(self._handle, self.path)
 
-    def _header(self, data: memoryview) -> tuple[int, bytes]:
+    def _read_header(self, data: memoryview) -> tuple[int, bytes]:
         """Return epoch and boot id of a journal's header; raise JournalError if it is damaged."""
         magic, epoch, boot_id, checksum = _HEADER.unpack_from(data)
         if magic != _HEADER_MAGIC or checksum != zlib.crc32(data[: _HEADER.size - _CHECKSUM.size]):
             raise self._damage_error("its header has a wrong checksum")
         return epoch, boot_id
 
-    def _records(self, data: memoryview) -> Iterator[_Record]:
+    def _read_records(self, data: memoryview) -> Iterator[_Record]:
         """Yield the verified records.
 
         After a restart of the machine the journal ends at the first record that did not reach the
@@ -218,7 +220,9 @@ class Journal:
         """
         offset = _HEADER.size
         while offset + _RECORD.size <= len(data):
-            magic, index, count, checksum, head_checksum = _RECORD.unpack_from(data, offset)
+            magic, block_index, num_rows, checksum, head_checksum = _RECORD.unpack_from(
+                data, offset
+            )
             begin = offset + _RECORD.size
             if magic != _RECORD_MAGIC or head_checksum != zlib.crc32(
                 data[offset : begin - _CHECKSUM.size]
@@ -226,15 +230,15 @@ class Journal:
                 if self.may_miss_records:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong head")
-            block = self.blocks[index]
-            end = begin + _body_bytes(block, count)
+            block = self.blocks[block_index]
+            end = begin + _body_bytes(block, num_rows)
             if end > len(data):
                 return
             if checksum != zlib.crc32(data[begin:end]):
                 if self.may_miss_records:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong checksum")
-            yield _Record(block, *_body_views(block, count, data[begin:end]))
+            yield _Record(block, *_body_views(block, num_rows, data[begin:end]))
             offset = end
 
     def _damage_error(self, defect: str) -> JournalError:
@@ -245,23 +249,23 @@ class Journal:
         )
 
 
-def _body_bytes(block: Block, rows: int) -> int:
+def _body_bytes(block: Block, num_rows: int) -> int:
     # Whole words, so that the row numbers of the next record are aligned.
-    return -(-rows * block.row_bytes // _ROW_NUMBER_BYTES) * _ROW_NUMBER_BYTES
+    return -(-num_rows * block.row_bytes // _ROW_NUMBER_BYTES) * _ROW_NUMBER_BYTES
 
 
-def _body_views(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
+def _body_views(block: Block, num_rows: int, body: memoryview) -> tuple[Tensor, list[Tensor]]:
     """Return row numbers and old bytes of a record, as views of its body."""
-    numbers = torch.frombuffer(data, dtype=torch.int64, count=rows)
-    offset, images = _ROW_NUMBER_BYTES * rows, []
+    row_numbers = torch.frombuffer(body, dtype=torch.int64, count=num_rows)
+    offset, images = _ROW_NUMBER_BYTES * num_rows, []
     for tensor in block.tensors:
         tensor_row_bytes = tensor.shape[1]
-        flat = torch.frombuffer(
-            data, dtype=torch.uint8, count=rows * tensor_row_bytes, offset=offset
+        image = torch.frombuffer(
+            body, dtype=torch.uint8, count=num_rows * tensor_row_bytes, offset=offset
         )
-        images.append(flat.view(rows, tensor_row_bytes))
-        offset += rows * tensor_row_bytes
-    return numbers, images
+        images.append(image.view(num_rows, tensor_row_bytes))
+        offset += num_rows * tensor_row_bytes
+    return row_numbers, images
 
 
 def boot_id_of_machine() -> bytes:

@@ -72,11 +72,11 @@ def _free_memory() -> None:
     """
     if torch.cuda.is_current_stream_capturing():  # a wait would invalidate the capture
         return
-    freed = []  # on return, after the waits
+    freed_memory = []  # on return, after the waits
     with contextlib.suppress(IndexError):  # other threads may pop some of them
         while True:
-            freed.append(_memory_to_free.popleft())
-    for device in {device for _, device in freed}:
+            freed_memory.append(_memory_to_free.popleft())
+    for device in {device for _, device in freed_memory}:
         torch.cuda.synchronize(device)
 
 

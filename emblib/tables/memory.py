@@ -80,7 +80,7 @@ class TableLayout:
 
     Attributes:
         offsets: location of each table, in the order of the module.
-        elements, rows: elements of weights, and rows, of each of `STORED_TIERS`.
+        num_elements, num_rows: elements of weights, and rows, of each of `STORED_TIERS`.
         total_rows: rows of all tables.
         first_cached_row: first linear row of cached tables; DISK tables are cached, too.
         first_disk_row: first linear row of DISK tables.
@@ -88,15 +88,15 @@ class TableLayout:
     """
 
     offsets: tuple[TableOffset, ...]
-    elements: tuple[int, ...]
-    rows: tuple[int, ...]
+    num_elements: tuple[int, ...]
+    num_rows: tuple[int, ...]
     total_rows: int
     first_cached_row: int
     first_disk_row: int
     cache_stride: int
 
     @property
-    def cached_rows(self) -> int:
+    def num_cached_rows(self) -> int:
         """Return the number of rows of all cached tables."""
         return self.total_rows - self.first_cached_row
 
@@ -111,24 +111,24 @@ def cache_stride(max_dim: int) -> int:
 
 def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
     """Lay out all tables: one after the other in each tier, linear rows numbered by placement."""
-    elements, rows = [0] * len(STORED_TIERS), [0] * len(STORED_TIERS)
+    num_elements, num_rows = [0] * len(STORED_TIERS), [0] * len(STORED_TIERS)
     stride = cache_stride(max((spec.dim for spec in tables if spec.placement.cached), default=0))
     start_of_table: dict[int, tuple[int, int]] = {}
     for t, spec in enumerate(tables):
         tier = _TIER_OF[spec.placement]
-        start_of_table[t] = elements[tier], rows[tier]
-        elements[tier] += spec.rows * spec.dim
-        rows[tier] += spec.rows
+        start_of_table[t] = num_elements[tier], num_rows[tier]
+        num_elements[tier] += spec.rows * spec.dim
+        num_rows[tier] += spec.rows
     offsets: dict[int, TableOffset] = {}
     row_base = 0
-    first_rows: dict[int, int] = {}  # by placement order
+    first_row_of_order: dict[int, int] = {}  # by placement order
     for t in sorted(start_of_table, key=lambda t: _PLACEMENT_ORDER[tables[t].placement]):
         spec = tables[t]
         order = _PLACEMENT_ORDER[spec.placement]
-        first_rows.setdefault(order, row_base)
-        offset, state_base = start_of_table[t]
+        first_row_of_order.setdefault(order, row_base)
+        weight_offset, state_base = start_of_table[t]
         offsets[t] = TableOffset(
-            weight_offset=offset,
+            weight_offset=weight_offset,
             row_base=row_base,
             rows=spec.rows,
             dim=spec.dim,
@@ -137,13 +137,13 @@ def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
             cache_stride=stride if spec.placement.cached else 0,
         )
         row_base += spec.rows
-    first_disk_row = first_rows.get(_PLACEMENT_ORDER[Placement.DISK], row_base)
+    first_disk_row = first_row_of_order.get(_PLACEMENT_ORDER[Placement.DISK], row_base)
     return TableLayout(
         offsets=tuple(offsets[t] for t in range(len(tables))),
-        elements=tuple(elements),
-        rows=tuple(rows),
+        num_elements=tuple(num_elements),
+        num_rows=tuple(num_rows),
         total_rows=row_base,
-        first_cached_row=first_rows.get(
+        first_cached_row=first_row_of_order.get(
             _PLACEMENT_ORDER[Placement.MANAGED_CACHING], first_disk_row
         ),
         first_disk_row=first_disk_row,
@@ -193,7 +193,7 @@ class Memory:
         self.states = optimizer.states
         self.precision = precision
         self.layout = lay_out(tables)
-        tiers_in_use = [tier for tier in STORED_TIERS if self.layout.rows[tier]]
+        tiers_in_use = [tier for tier in STORED_TIERS if self.layout.num_rows[tier]]
         # The cache follows the disk tier in the lists that ops take, so none may be left out then.
         last_tier = Tier.DISK if self.layout.cache_stride else max(tiers_in_use, default=0)
         # Not computed in `all_tiers`: torch 2.12 does not compile arithmetic of enums.
@@ -203,18 +203,18 @@ class Memory:
         self._mapped_tensors: list[Tensor] | None = None  # the same memory as tensors on a GPU
         self._disk: DiskStore | None = None
         self._stored_hyperparams: list[float] | None = None
-        if self.layout.rows[Tier.HOST]:
+        if self.layout.num_rows[Tier.HOST]:
             pinned = device.type == "cuda"
             self._host_tensors = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
-        if self.layout.rows[Tier.DISK]:
+        if self.layout.num_rows[Tier.DISK]:
             if cache.directory is None:
                 raise ValueError(
                     "DISK tables need a directory to live in: pass cache=CacheConfig(directory=...)"
                 )
-            on_disk = [spec for spec in tables if spec.placement is Placement.DISK]
+            disk_tables = [spec for spec in tables if spec.placement is Placement.DISK]
             self._disk = DiskStore(
                 cache.directory,
-                on_disk,
+                disk_tables,
                 precision.weights,
                 self.states,
                 precision.states,
@@ -237,12 +237,12 @@ class Memory:
     def _allocate(self, tier: int, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
         """Allocate weights, then the optimizer states of a tier; their contents are undefined."""
         allocate = partial(torch.empty, pin_memory=True) if pinned else ops.empty_table
-        elements, rows = self.layout.elements[tier], self.layout.rows[tier]
-        tensors = [allocate((elements,), dtype=self.precision.weights, device=device)]
+        num_elements, num_rows = self.layout.num_elements[tier], self.layout.num_rows[tier]
+        tensors = [allocate((num_elements,), dtype=self.precision.weights, device=device)]
         for state in self.states:
-            size = rows if state.per_row else elements
+            length = num_rows if state.per_row else num_elements
             dtype = torch.float32 if state.per_row else self.precision.states
-            tensors.append(allocate((size,), dtype=dtype, device=device))
+            tensors.append(allocate((length,), dtype=dtype, device=device))
         return tensors
 
     def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -270,9 +270,10 @@ class Memory:
             return self._host_tensors
         if self._mapped_tensors is None:
             self._host_tensors = [
-                t if t.is_pinned() else t.pin_memory() for t in self._host_tensors
+                tensor if tensor.is_pinned() else tensor.pin_memory()
+                for tensor in self._host_tensors
             ]
-            self._mapped_tensors = [map_pinned(t, device) for t in self._host_tensors]
+            self._mapped_tensors = [map_pinned(tensor, device) for tensor in self._host_tensors]
         return self._mapped_tensors
 
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -298,8 +299,10 @@ class Memory:
 
     def _allocate_empty(self) -> list[Tensor]:
         """Return weights and states without elements, with their dtypes, on the CPU."""
-        states = (torch.float32 if s.per_row else self.precision.states for s in self.states)
-        dtypes = (self.precision.weights, *states)
+        state_dtypes = (
+            torch.float32 if state.per_row else self.precision.states for state in self.states
+        )
+        dtypes = (self.precision.weights, *state_dtypes)
         return [torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes]
 
     def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -341,8 +344,8 @@ class Memory:
 
         None at later calls, without a disk store, and if the store had no commit.
         """
-        stored, self._stored_hyperparams = self._stored_hyperparams, None
-        return stored
+        hyperparams, self._stored_hyperparams = self._stored_hyperparams, None
+        return hyperparams
 
     @contextlib.contextmanager
     def writing_everything(self, hyper: Tensor) -> Iterator[None]:
@@ -362,11 +365,13 @@ class Memory:
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights` and of `optimizer_state` in the host and disk tiers."""
         cpu = torch.device("cpu")
-        tiers = (tier for tier in (Tier.HOST, Tier.DISK) if self.layout.rows[tier])
-        tensors = [self._tensors_of_tier(tier, cpu) for tier in tiers]
+        tiers = (tier for tier in (Tier.HOST, Tier.DISK) if self.layout.num_rows[tier])
+        tensors_of_tiers = [self._tensors_of_tier(tier, cpu) for tier in tiers]
         return {
-            "weights": sum(t[0].nbytes for t in tensors),
-            "optimizer_state": sum(state.nbytes for t in tensors for state in t[1:]),
+            "weights": sum(tensors[0].nbytes for tensors in tensors_of_tiers),
+            "optimizer_state": sum(
+                state.nbytes for tensors in tensors_of_tiers for state in tensors[1:]
+            ),
         }
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Memory":
@@ -379,7 +384,8 @@ class Memory:
         copied.__dict__ = dict(self.__dict__)
         if self._mapped_tensors is not None:
             copied._host_tensors = [
-                torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped_tensors
+                torch.empty_like(tensor, device="cpu", pin_memory=True)
+                for tensor in self._mapped_tensors
             ]
             copied._mapped_tensors = None
             copies = copied._tensors_of_host_tier(self._mapped_tensors[0].device)
@@ -428,10 +434,10 @@ def reserve(
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < _HUGE_PAGE_BYTES:
         return torch.zeros(numel, dtype=dtype, device=device)
-    size = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    reserved_bytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
-        memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
+        memory = mmap.mmap(-1, reserved_bytes + _HUGE_PAGE_BYTES, flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(
             f"the system has no {nbytes} bytes of address space for a table: {error}; choose a "
@@ -440,7 +446,7 @@ def reserve(
     # Huge pages begin at multiples of their size.
     begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
     if used_share >= 0.5:
-        pages = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
+        pages = torch.frombuffer(memory, dtype=torch.uint8, count=reserved_bytes, offset=begin)
         torch.ops.emblib.advise_huge_pages_(pages)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
 
@@ -459,12 +465,12 @@ def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now
     """
     if tensor.device.type != "cpu" or used_now <= used_before:
         return
-    size = tensor.element_size()
-    begin_address = tensor.data_ptr() + first_element * size
-    used_end = begin_address + used_now * size
+    itemsize = tensor.element_size()
+    begin_address = tensor.data_ptr() + first_element * itemsize
+    used_end = begin_address + used_now * itemsize
     if (
-        used_end // _HUGE_PAGE_BYTES == (begin_address + used_before * size) // _HUGE_PAGE_BYTES
-        or used_now * size < _HUGE_PAGE_BYTES
+        used_end // _HUGE_PAGE_BYTES == (begin_address + used_before * itemsize) // _HUGE_PAGE_BYTES
+        or used_now * itemsize < _HUGE_PAGE_BYTES
     ):
         return
     # The page that the last row begins to fill is included.
@@ -472,5 +478,5 @@ def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now
         -(-used_end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, tensor.data_ptr() + tensor.nbytes
     )
     torch.ops.emblib.advise_huge_pages_(
-        tensor[first_element : first_element + (advised_end - begin_address) // size]
+        tensor[first_element : first_element + (advised_end - begin_address) // itemsize]
     )

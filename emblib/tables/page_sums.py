@@ -168,28 +168,28 @@ class PageSums:
         if not pages.numel():
             return
         present_sums = self._sums_of(pages, self.length, skip_holes=skip_holes)
-        wrong = pages[(present_sums != self.sums[pages]).any(dim=1)]
-        if wrong.numel():
-            raise self._damage_error(wrong.tolist())
+        damaged_pages = pages[(present_sums != self.sums[pages]).any(dim=1)]
+        if damaged_pages.numel():
+            raise self._damage_error(damaged_pages.tolist())
         self._is_verified[pages] = 1
 
-    def _damage_error(self, wrong: list[int]) -> ChecksumError:
+    def _damage_error(self, damaged_pages: list[int]) -> ChecksumError:
         """Return the error that names the first wrong page."""
-        begin = wrong[0] * PAGE_BYTES
+        begin = damaged_pages[0] * PAGE_BYTES
         end = min(begin + PAGE_BYTES, self.length)
-        omitted = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
+        omitted = f", and {len(damaged_pages) - 1} more pages" if len(damaged_pages) > 1 else ""
         return ChecksumError(
-            f"{self.path} is damaged: page {wrong[0]} (bytes {begin} to {end - 1}, "
+            f"{self.path} is damaged: page {damaged_pages[0]} (bytes {begin} to {end - 1}, "
             f"{self._describe(begin, end)}){omitted} is not as the last flush left it; {_REMEDY}"
         )
 
-    def verify_root(self, expected: int) -> None:
+    def verify_root(self, expected_root: int) -> None:
         """Verify the checksums themselves against the root in the manifest.
 
         Raises:
-            ChecksumError: their root is not `expected`.
+            ChecksumError: their root is not `expected_root`.
         """
-        if self.root(self.length) != expected:
+        if self.root(self.length) != expected_root:
             raise ChecksumError(
                 f"{self.path}{SUMS_SUFFIX} is damaged: it is not as the last flush left it, so no "
                 f"row of {self.path} can be verified; {_REMEDY}"
@@ -231,9 +231,9 @@ class PageSums:
             skip_holes: whether holes of the file count as zeros without being read; the file must
                 have been synced.
         """
-        count = num_pages(length)
-        for start in range(0, count, _PAGES_PER_STEP):
-            stop = min(start + _PAGES_PER_STEP, count)
+        page_count = num_pages(length)
+        for start in range(0, page_count, _PAGES_PER_STEP):
+            stop = min(start + _PAGES_PER_STEP, page_count)
             if self._all_changed:
                 pages = torch.arange(start, stop, device="cpu")
             else:
@@ -269,18 +269,18 @@ class PageSums:
             sums = _SUM_OF_ZEROS.repeat(pages.numel(), 1)
             sums[is_read] = self._sums_of(pages[is_read], length)
             return sums
-        blocks = [torch.empty(0, SUM_BYTES, dtype=torch.uint8, device="cpu")]
+        sums_of_blocks = [torch.empty(0, SUM_BYTES, dtype=torch.uint8, device="cpu")]
         for block in pages.split(_PAGES_PER_READ):
             self.fetch(block, PAGE_BYTES)
-            blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE_BYTES))
-        return torch.cat(blocks)
+            sums_of_blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE_BYTES))
+        return torch.cat(sums_of_blocks)
 
 
-def _extend_flags(flags: Tensor, count: int) -> Tensor:
-    """Return uint8 flags `[count]` that begin with `flags`; the others are 0."""
-    longer = lazy_zeros(count)
-    longer[: flags.numel()] = flags
-    return longer
+def _extend_flags(flags: Tensor, num_flags: int) -> Tensor:
+    """Return uint8 flags `[num_flags]` that begin with `flags`; the others are 0."""
+    extended = lazy_zeros(num_flags)
+    extended[: flags.numel()] = flags
+    return extended
 
 
 def _in_holes(path: Path, pages: Tensor) -> Tensor:

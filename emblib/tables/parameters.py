@@ -52,7 +52,7 @@ class Owner(Protocol):
 
 
 _owners = WeakTensorKeyDictionary()  # parameter -> weak reference to its owner
-_MARK = "_in_backward_optimizers"
+_OPTIMIZERS_ATTRIBUTE = "_in_backward_optimizers"
 
 
 def _optimizers_of(parameter: Any) -> list[Any]:
@@ -61,24 +61,26 @@ def _optimizers_of(parameter: Any) -> list[Any]:
     `DistributedDataParallel` would take optimizers of tables for torch's own. It gets an
     AttributeError for tables with gradients, and RuntimeError for tables that backward updates.
     """
-    marks: list[Any] | None = parameter.__dict__.get(_MARK)
-    if marks is None:
-        raise AttributeError(_MARK)
+    optimizers: list[Any] | None = parameter.__dict__.get(_OPTIMIZERS_ATTRIBUTE)
+    if optimizers is None:
+        raise AttributeError(_OPTIMIZERS_ATTRIBUTE)
     if sys._getframe(1).f_globals.get("__name__") == DistributedDataParallel.__module__:
-        table_optimizers = [mark for mark in marks if isinstance(mark, Optimizer)]
+        table_optimizers = [
+            optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)
+        ]
         if any(map(updates_in_backward, table_optimizers)):
             refuse_replicas()
         if table_optimizers:
-            raise AttributeError(_MARK)
-    return marks
+            raise AttributeError(_OPTIMIZERS_ATTRIBUTE)
+    return optimizers
 
 
 def _set_optimizers(parameter: Any, optimizers: list[Any]) -> None:
-    parameter.__dict__[_MARK] = optimizers
+    parameter.__dict__[_OPTIMIZERS_ATTRIBUTE] = optimizers
 
 
 def _delete_optimizers(parameter: Any) -> None:
-    del parameter.__dict__[_MARK]
+    del parameter.__dict__[_OPTIMIZERS_ATTRIBUTE]
 
 
 class DeferredParameter(nn.Parameter):
@@ -245,15 +247,15 @@ def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     A function of `torch.nn.functional` writes if `inplace=True` or, in lookups, if `max_norm` is
     set. Parameter classes do not see the functions that it calls.
     """
-    written = [kwargs.get("out")]
+    written_arguments = [kwargs.get("out")]
     if kwargs.get("max_norm") is not None:
-        written += args
-    elif _writes_first(func) or kwargs.get("inplace"):
-        written += [*args, *kwargs.values()][:1]
-    return written
+        written_arguments += args
+    elif _writes_first_argument(func) or kwargs.get("inplace"):
+        written_arguments += [*args, *kwargs.values()][:1]
+    return written_arguments
 
 
-def _writes_first(func: Any) -> bool:
+def _writes_first_argument(func: Any) -> bool:
     """Return whether the name of a torch function says that it writes its first argument."""
     if isinstance(func, OpOverload):  # ops of a compiled graph, among them updates of tables
         return False
@@ -279,7 +281,7 @@ def _map_aliases(result: Any, target: Any, convert: Callable[[Tensor], Tensor]) 
     A result that is `target` itself stays as it is.
     """
     if isinstance(result, list | tuple) and type(result) in (list, tuple):
-        return type(result)(_map_aliases(r, target, convert) for r in result)
+        return type(result)(_map_aliases(element, target, convert) for element in result)
     if not isinstance(result, Tensor) or not isinstance(target, Tensor) or result is target:
         return result
     if result.layout is not torch.strided or target.layout is not torch.strided:
@@ -353,10 +355,10 @@ def _sync_with_cache(
         owners = [weakref.ref(owner) for owner in _owners_behind(target)]
         if isinstance(func, OpOverload) or not owners:  # compiled graphs take no subclasses
             return result
-        return _map_aliases(result, target, partial(_cached_values, owners[0]))
+        return _map_aliases(result, target, partial(_as_cached_values, owners[0]))
 
 
-def _cached_values(owner: Any, alias: Tensor) -> Tensor:
+def _as_cached_values(owner: Any, alias: Tensor) -> Tensor:
     """Return an alias of a cached view, converted to `CachedValues` of the same owner."""
     values = alias.as_subclass(CachedValues)
     values.owner = owner
@@ -418,7 +420,7 @@ def _is_metadata(func: Any) -> bool:
 def _owners_behind(value: Any) -> list[Owner]:
     """Return the owners of the cached views in a value, which may be a nested list or tuple."""
     if isinstance(value, list | tuple):
-        return [owner for v in value for owner in _owners_behind(v)]
+        return [owner for element in value for owner in _owners_behind(element)]
     reference = None
     if isinstance(value, CachedValues):
         reference = getattr(value, "owner", None)
@@ -459,16 +461,17 @@ def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter])
 
 def is_updated_in_backward(parameter: Any) -> bool:
     """Return whether backward updates the table of a parameter, and so leaves no gradient."""
-    marks = parameter.__dict__.get(_MARK, ())
+    optimizers = parameter.__dict__.get(_OPTIMIZERS_ATTRIBUTE, ())
     return _is_of_bare_module(parameter) or any(
-        isinstance(mark, Optimizer) and updates_in_backward(mark) for mark in marks
+        isinstance(optimizer, Optimizer) and updates_in_backward(optimizer)
+        for optimizer in optimizers
     )
 
 
 def _is_of_bare_module(parameter: Any) -> bool:
     """Return whether a parameter is of a module outside collections that updates in backward."""
     is_owned = isinstance(parameter, TableParameter) and not isinstance(parameter, ViewParameter)
-    return is_owned and _MARK not in parameter.__dict__
+    return is_owned and _OPTIMIZERS_ATTRIBUTE not in parameter.__dict__
 
 
 def refuse_gradients(parameter: nn.Parameter) -> None:
@@ -485,10 +488,10 @@ def refuse_gradients(parameter: nn.Parameter) -> None:
 
     @torch.utils.hooks.unserializable_hook
     def refuse(gradient: Tensor | None) -> None:
-        refused = reference()
-        if gradient is None or refused is None:  # None: compiled graphs that only read
+        live_parameter = reference()
+        if gradient is None or live_parameter is None:  # None: compiled graphs that only read
             return
-        if is_updated_in_backward(refused):
+        if is_updated_in_backward(live_parameter):
             raise RuntimeError(
                 "a gradient arrived at the weights of a table that backward updates: a penalty on "
                 "them, or a use of them outside lookups, would be dropped. Use weight_decay of "
@@ -506,8 +509,8 @@ def disown(parameter: nn.Parameter) -> None:
     """Convert a `TableParameter` in place to an ordinary one; others stay as they are."""
     if isinstance(parameter, TableParameter):
         _owners.pop(parameter, None)
-        unmarked: Any = parameter
-        unmarked.__class__ = nn.Parameter
+        any_parameter: Any = parameter
+        any_parameter.__class__ = nn.Parameter
 
 
 def _notify_owner(parameter: TableParameter) -> None:
@@ -637,9 +640,15 @@ class UnsteppedGradients:
         if not self._watch or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         # Weights that a parametrization computes are not leaves; torch warns if their grad is read.
-        trained = [w for w in weights if w.requires_grad and w.is_leaf and w.grad is not None]
-        versions = list(map(version_of, trained))
-        self._num_passes = self._num_passes + 1 if trained and versions == self._versions else 0
+        trained_weights = [
+            weight
+            for weight in weights
+            if weight.requires_grad and weight.is_leaf and weight.grad is not None
+        ]
+        versions = list(map(version_of, trained_weights))
+        self._num_passes = (
+            self._num_passes + 1 if trained_weights and versions == self._versions else 0
+        )
         self._versions = versions
         if self._num_passes > self.MAX_PASSES:
             self._watch = False
@@ -700,8 +709,8 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     return int(result) != int(probe)
 
 
-def has_replaced(parameters: Iterable[Any]) -> bool:
-    """Return whether one of these parameters is no `TableParameter`, since a wrapper replaced it.
+def is_any_replaced(parameters: Iterable[Any]) -> bool:
+    """Return whether a wrapper has replaced a parameter: one is not a `TableParameter`.
 
     False in compiled graphs, where nothing is checked.
     """

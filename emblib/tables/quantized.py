@@ -133,8 +133,8 @@ class _TableLocation(NamedTuple):
 
     def view(self, packed: Tensor) -> Tensor:
         """Return the view `[rows, row_bytes]` of this table in the module's `packed`."""
-        size = self.rows * self.row_bytes
-        return packed[self.begin : self.begin + size].view(self.rows, self.row_bytes)
+        num_bytes = self.rows * self.row_bytes
+        return packed[self.begin : self.begin + num_bytes].view(self.rows, self.row_bytes)
 
 
 class QuantizedEmbeddingBags(nn.Module):
@@ -228,11 +228,11 @@ class QuantizedEmbeddingBags(nn.Module):
     def _lay_out(self) -> None:
         """Assign each table its bytes in `packed`, and each feature its columns."""
         self._locations: list[_TableLocation] = []
-        begin = first_row = 0
+        first_byte = first_row = 0
         for spec, format in zip(self.tables, self.formats, strict=True):
             self._locations.append(
                 _TableLocation(
-                    begin=begin,
+                    begin=first_byte,
                     first_row=first_row,
                     rows=spec.rows,
                     dim=spec.dim,
@@ -240,9 +240,9 @@ class QuantizedEmbeddingBags(nn.Module):
                     row_bytes=quant.row_bytes(spec.dim, format.code),
                 )
             )
-            begin += quant.table_bytes(spec.rows, spec.dim, format.code)
+            first_byte += quant.table_bytes(spec.rows, spec.dim, format.code)
             first_row += spec.rows
-        self._num_bytes, self.total_rows = begin, first_row
+        self._num_bytes, self.total_rows = first_byte, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
         is_unpooled = self.pooling is Pooling.NONE
         self.output_dim = max(self._dims, default=0) if is_unpooled else sum(self._dims)
@@ -256,8 +256,8 @@ class QuantizedEmbeddingBags(nn.Module):
         """Allocate the packed rows and the buffers on a device."""
         packed = ops.empty_table((self._num_bytes,), torch.uint8, device)
         self.register_buffer("packed", packed, persistent=False)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.register_buffer("bounds_violations", counts, persistent=False)
+        violations = torch.zeros(2, dtype=torch.int64, device=device)
+        self.register_buffer("bounds_violations", violations, persistent=False)
         self.register_buffer("features", self._make_features(device), persistent=False)
         self.reset_parameters()
 
@@ -284,8 +284,8 @@ class QuantizedEmbeddingBags(nn.Module):
         if len(rows) != len(self.tables):
             raise ValueError(f"rows must be one number per table, {len(self.tables)}, got {rows}")
         specs = [
-            TableSpec(count, spec.dim, spec.name)
-            for count, spec in zip(rows, self.tables, strict=True)
+            TableSpec(num_rows, spec.dim, spec.name)
+            for num_rows, spec in zip(rows, self.tables, strict=True)
         ]
         return QuantizedEmbeddingBags(
             specs,
@@ -388,15 +388,16 @@ class QuantizedEmbeddingBags(nn.Module):
             raise ValueError(f"weights must be real, got {weights.dtype}")
         if weights.layout is not torch.strided:
             raise ValueError(f"weights must be dense, got {weights.layout}")
-        end = first_row + weights.size(0)
-        self._check_rows(table, first_row, end)
+        end_row = first_row + weights.size(0)
+        self._check_rows(table, first_row, end_row)
         weights = weights.detach()
         self.check_values(table, weights)
-        packed = location.view(self.packed)[first_row:end]
+        packed = location.view(self.packed)[first_row:end_row]
         dtype = weights.dtype if weights.dtype in FLOAT_DTYPES else torch.float32
-        for rows, block in zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True):
-            weights_block = block.to(rows.device, dtype).contiguous()
-            quant.quantize_rows_(rows, weights_block, location.format_code)
+        blocks = zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True)
+        for packed_block, weights_block in blocks:
+            values = weights_block.to(packed_block.device, dtype).contiguous()
+            quant.quantize_rows_(packed_block, values, location.format_code)
 
     def check_values(self, table: int, weights: Tensor) -> None:
         """Raise ValueError if `weights`, `[rows, dim]`, exceed the range of a table's format."""
@@ -409,13 +410,13 @@ class QuantizedEmbeddingBags(nn.Module):
         except ValueError as error:
             raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
 
-    def _check_rows(self, table: int, first_row: int, end: int) -> None:
-        """Raise ValueError unless a table has the rows from `first_row` up to, not with, `end`."""
-        rows = self._locations[table].rows
-        if not 0 <= first_row <= end <= rows:
+    def _check_rows(self, table: int, first_row: int, end_row: int) -> None:
+        """Raise ValueError unless a table has the rows `[first_row, end_row)`."""
+        num_rows = self._locations[table].rows
+        if not 0 <= first_row <= end_row <= num_rows:
             raise ValueError(
-                f"rows {first_row} to {end} are out of range of table {self.table_names[table]!r} "
-                f"of {rows} rows"
+                f"rows {first_row} to {end_row} are out of range of table "
+                f"{self.table_names[table]!r} of {num_rows} rows"
             )
 
     def use_memory(self, packed: Tensor) -> None:
@@ -445,21 +446,21 @@ class QuantizedEmbeddingBags(nn.Module):
     def to_dense(self, table: int | str) -> Tensor:
         """Dequantise a table to float32 `[rows, dim]`; see `table_number` for errors."""
         table = self.table_number(table)
-        rows, first_row = self._locations[table].rows, 0
-        out = torch.empty(
-            rows, self._locations[table].dim, dtype=torch.float32, device=self.packed.device
+        num_rows, first_row = self._locations[table].rows, 0
+        dense = torch.empty(
+            num_rows, self._locations[table].dim, dtype=torch.float32, device=self.packed.device
         )
         for block in self.dense_blocks(table):
-            out[first_row : first_row + len(block)] = block
+            dense[first_row : first_row + len(block)] = block
             first_row += len(block)
-        return out
+        return dense
 
     def dense_blocks(self, table: int | str) -> Iterator[Tensor]:
         """Yield the dequantised rows of a table, float32 `[n, dim]`, in order."""
         table = self.table_number(table)
-        rows = self._locations[table].rows
-        for first_row in range(0, rows, _BLOCK_ROWS):
-            yield self.dense_rows(table, first_row, min(_BLOCK_ROWS, rows - first_row))
+        num_rows = self._locations[table].rows
+        for first_row in range(0, num_rows, _BLOCK_ROWS):
+            yield self.dense_rows(table, first_row, min(_BLOCK_ROWS, num_rows - first_row))
 
     def dense_rows(self, table: int | str, first_row: int, count: int) -> Tensor:
         """Dequantise `count` rows of a table to float32 `[count, dim]`.
@@ -471,10 +472,10 @@ class QuantizedEmbeddingBags(nn.Module):
         table = self.table_number(table)
         location, device = self._locations[table], self.packed.device
         self._check_rows(table, first_row, first_row + count)
-        layout = location.feature(0, is_mixed=False)
+        feature_row = location.feature(0, is_mixed=False)
         return quant.quant_lookup(
             self.packed,
-            torch.tensor([layout], dtype=torch.int64, device=device),
+            torch.tensor([feature_row], dtype=torch.int64, device=device),
             torch.arange(first_row, first_row + count, device=device),
             torch.tensor([0, count], device=device),
             None,
@@ -598,14 +599,14 @@ class QuantizedEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        metadata, _, missing_names, unexpected, errors = arguments
+        metadata, _, missing_keys, unexpected_keys, errors = arguments
         targets = self._target_views()
         problems: list[str] = []
         packed_state = self._with_packed_rows(state_dict, prefix, problems)
         if state_dicts.refuse_invalid(self, packed_state, prefix, errors, problems):
             return
         sources = state_dicts.select_entries(
-            targets, packed_state, prefix, missing_names, unexpected
+            targets, packed_state, prefix, missing_keys, unexpected_keys
         )
         if self.packed.is_meta and sources:
             if metadata.get(state_dicts.ASSIGN):
@@ -706,21 +707,21 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, format_code: int)
             "module of this format, and quantise its dense rows again"
         )
     bits = quant.bits_of(format_code)
-    rows, row_bytes = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
-    if tuple(values.shape) != (rows, row_bytes) or tuple(scales.shape) != (rows, 2):
+    num_rows, row_bytes = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
+    if tuple(values.shape) != (num_rows, row_bytes) or tuple(scales.shape) != (num_rows, 2):
         raise ValueError(
             f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
             f"of rows of {dim} values with {bits} bits, but [rows, {row_bytes}] and [rows, 2] are"
         )
     packed = torch.empty(
-        rows, quant.row_bytes(dim, format_code), dtype=torch.uint8, device=values.device
+        num_rows, quant.row_bytes(dim, format_code), dtype=torch.uint8, device=values.device
     )
-    for first_row in range(0, rows, _BLOCK_ROWS):
+    for first_row in range(0, num_rows, _BLOCK_ROWS):
         block = slice(first_row, first_row + _BLOCK_ROWS)
-        numbers = values[block]
+        integers = values[block]
         if bits == 4:
-            numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
-        weights = numbers[:, :dim].float() * scales[block, :1] + scales[block, 1:]
+            integers = torch.stack([integers & 15, integers >> 4], dim=2).flatten(1)
+        weights = integers[:, :dim].float() * scales[block, :1] + scales[block, 1:]
         _check_range(weights)
         quant.quantize_rows_(packed[block], weights.contiguous(), format_code)
     return packed
@@ -754,10 +755,10 @@ class FloatTables(NamedTuple):
         if isinstance(source, FloatTables):
             return source
         if isinstance(source, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags):
-            is_train = isinstance(source, TableBatchedTTEmbeddingBags)
+            is_tensor_train = isinstance(source, TableBatchedTTEmbeddingBags)
             return cls(
-                [TableSpec(s.rows, s.dim, s.name) for s in source.tables],
-                source if is_train else source.table_weights(),
+                [TableSpec(spec.rows, spec.dim, spec.name) for spec in source.tables],
+                source if is_tensor_train else source.table_weights(),
                 source.pooling,
                 source.feature_tables,
                 source.output_dtype,
@@ -792,7 +793,7 @@ class FloatTables(NamedTuple):
             is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
             if not is_dense or tensor.dim() != 2:
                 raise TypeError(f"table {name!r} must be a dense matrix [R, D], got {tensor!r}")
-        specs = [TableSpec(t.size(0), t.size(1), name) for name, t in sources_by_name.items()]
+        specs = [TableSpec(len(t), t.size(1), name) for name, t in sources_by_name.items()]
         tensors = list(sources_by_name.values())
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
 

@@ -57,7 +57,7 @@ class CheckpointedForward:
         `owner` must be hashable, and is only weakly referred to.
         """
         for region in self.regions:
-            region.values.setdefault(owner, []).append(value)
+            region.notes_by_owner.setdefault(owner, []).append(value)
 
     def recall(self, owner: object) -> Any:
         """Return the value that the first forward noted at this call of `owner`, or None.
@@ -65,10 +65,10 @@ class CheckpointedForward:
         Call it only if `is_recomputation`, and once per call of `owner`: it counts the calls.
         """
         assert self._repeated_region is not None
-        value = self._repeated_region.next_value(owner)
-        if value is not None:
-            self.note(owner, value)
-        return value
+        note = self._repeated_region.next_note(owner)
+        if note is not None:
+            self.note(owner, note)
+        return note
 
     def add_region_of(self, frame: FrameType) -> None:
         """Add the region of a stack frame in torch's file, if the frame belongs to a region."""
@@ -100,7 +100,9 @@ class _Region:
     """Notes of the lookups of a checkpointed region, by owner in the order of its calls."""
 
     def __init__(self) -> None:
-        self.values: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
+        self.notes_by_owner: weakref.WeakKeyDictionary[object, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._run_id: object = None
         self._num_calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
@@ -110,11 +112,11 @@ class _Region:
             self._run_id = run_id
             self._num_calls.clear()
 
-    def next_value(self, owner: object) -> Any:
+    def next_note(self, owner: object) -> Any:
         """Return the next note of `owner`, or None if there are no more."""
-        values, number = self.values.get(owner, []), self._num_calls.get(owner, 0)
-        self._num_calls[owner] = number + 1
-        return values[number] if number < len(values) else None
+        notes, call_number = self.notes_by_owner.get(owner, []), self._num_calls.get(owner, 0)
+        self._num_calls[owner] = call_number + 1
+        return notes[call_number] if call_number < len(notes) else None
 
 
 def _region_of(holder: Any) -> _Region:
@@ -138,15 +140,15 @@ def checkpointed_forward(*, training: bool = True) -> CheckpointedForward | None
         and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     ):
         return None
-    running = CheckpointedForward()
+    forward = CheckpointedForward()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CALL_OF_AUTOGRAD:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
-            running.add_region_of(frame)
-            if running.is_recomputation:
+            forward.add_region_of(frame)
+            if forward.is_recomputation:
                 break
         frame = frame.f_back
-    return running if running.is_recomputation or running.regions else None
+    return forward if forward.is_recomputation or forward.regions else None
 
 
 def is_first_training_forward(*, training: bool) -> bool:
@@ -154,13 +156,13 @@ def is_first_training_forward(*, training: bool) -> bool:
 
     `training` is as in `checkpointed_forward`.
     """
-    running = checkpointed_forward(training=training)
-    if running is None:
+    forward = checkpointed_forward(training=training)
+    if forward is None:
         return torch.is_grad_enabled()
-    return not running.is_recomputation and (torch.is_grad_enabled() or running.trains_without_grad)
+    return not forward.is_recomputation and (torch.is_grad_enabled() or forward.trains_without_grad)
 
 
 def is_recomputation() -> bool:
     """Return whether backward repeats the running forward."""
-    running = checkpointed_forward(training=False)
-    return running is not None and running.is_recomputation
+    forward = checkpointed_forward(training=False)
+    return forward is not None and forward.is_recomputation

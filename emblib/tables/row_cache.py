@@ -87,9 +87,9 @@ class CacheStats:
         """Yield (name, value) of each counter, then of the tables', named `table.counter`."""
         for name in cache_ops.COUNTERS:
             yield name, getattr(self, name)
-        for table, stats in self.tables.items():
+        for table_name, stats in self.tables.items():
             for name in cache_ops.COUNTERS:
-                yield f"{table}.{name}", getattr(stats, name)
+                yield f"{table_name}.{name}", getattr(stats, name)
 
 
 assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
@@ -101,37 +101,39 @@ def _fraction(count: int, total: int) -> float:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Sizes of a cache: `sets` sets of 32 rows of `tables`, with their optimizer states.
+    """Sizes of a cache: `num_sets` sets of 32 rows, with their optimizer states.
 
     Attributes:
-        sets: number of sets.
+        num_sets: number of sets.
         policy: rule by which rows are evicted.
-        tables: row of `features` of each table of the module, by ascending linear row; tables with
-            a cache_stride are cached, the others are not.
-        names: names of `tables`.
-        weights: dtype of the cached weights.
+        table_features: row of `features` of each table, by ascending linear row; tables with a
+            cache_stride are cached, the others are not.
+        table_names: names of the tables, in the same order.
+        weights_dtype: dtype of the cached weights.
         states: optimizer states, in the order of the optimizer.
         state_dtype: dtype of the states that are as long as a row.
     """
 
-    sets: int
+    num_sets: int
     policy: CachePolicy
-    tables: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-    weights: torch.dtype
+    table_features: tuple[tuple[int, ...], ...]
+    table_names: tuple[str, ...]
+    weights_dtype: torch.dtype
     states: tuple[State, ...]
     state_dtype: torch.dtype
 
     @property
     def stride(self) -> int:
         """Return the number of elements between rows of the cache."""
-        return max(table[FeatureColumn.CACHE_STRIDE] for table in self.tables)
+        return max(features[FeatureColumn.CACHE_STRIDE] for features in self.table_features)
 
     @property
-    def cached_rows(self) -> int:
+    def num_cached_rows(self) -> int:
         """Return the number of rows of all cached tables."""
         return sum(
-            table[FeatureColumn.ROWS] for table in self.tables if table[FeatureColumn.CACHE_STRIDE]
+            features[FeatureColumn.ROWS]
+            for features in self.table_features
+            if features[FeatureColumn.CACHE_STRIDE]
         )
 
     def state_dtypes(self) -> list[torch.dtype]:
@@ -141,7 +143,7 @@ class CacheLayout:
     @property
     def bytes_per_set(self) -> int:
         """Return the bytes of rows, states, tags and stamps per set."""
-        slot_bytes = self.stride * self.weights.itemsize + TAG_AND_STAMP_BYTES
+        slot_bytes = self.stride * self.weights_dtype.itemsize + TAG_AND_STAMP_BYTES
         for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
             slot_bytes += dtype.itemsize * (1 if state.per_row else self.stride)
         return slot_bytes * cache_ops.WAYS
@@ -189,29 +191,31 @@ class RowCache(nn.Module):
         self.layout = layout
         self._policy = codes.CACHE_POLICY[layout.policy.value]
         device = torch.empty(0, device=device).device
-        shape = (layout.sets, cache_ops.WAYS)
-        slots = layout.sets * cache_ops.WAYS
+        shape = (layout.num_sets, cache_ops.WAYS)
+        num_slots = layout.num_sets * cache_ops.WAYS
         is_lfu = layout.policy is CachePolicy.LFU
         tensors = {
-            "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
+            "weights": ops.empty_table((num_slots * layout.stride,), layout.weights_dtype, device),
             "tags": ops.empty_table(shape, torch.int64, device),
             "stamps": ops.empty_table(shape, torch.int64, device),
             "counts": torch.empty(
-                layout.cached_rows if is_lfu else 0, dtype=torch.int32, device=device
+                layout.num_cached_rows if is_lfu else 0, dtype=torch.int32, device=device
             ),
             "counters": torch.empty(
-                (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
+                (len(layout.table_features) + 1, len(cache_ops.COUNTERS)),
+                dtype=torch.int64,
+                device=device,
             ),
             "clock": torch.empty(2, dtype=torch.int64, device=device),
-            "conflicts": torch.empty(layout.sets, dtype=torch.int64, device=device),
+            "conflicts": torch.empty(layout.num_sets, dtype=torch.int64, device=device),
             "no_rows": torch.empty(0, dtype=torch.int64, device=device),
             "table_features": torch.empty(
-                (len(layout.tables), len(FeatureColumn)), dtype=torch.int64, device=device
+                (len(layout.table_features), len(FeatureColumn)), dtype=torch.int64, device=device
             ),
         }
         for state, dtype in zip(layout.states, layout.state_dtypes(), strict=True):
-            size = slots if state.per_row else slots * layout.stride
-            tensors[f"state_{state.name}"] = ops.empty_table((size,), dtype, device)
+            num_elements = num_slots if state.per_row else num_slots * layout.stride
+            tensors[f"state_{state.name}"] = ops.empty_table((num_elements,), dtype, device)
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self._initialise()
@@ -237,26 +241,26 @@ class RowCache(nn.Module):
             device: device of the cache; None is torch's default device.
         """
         device = torch.empty(0, device=device).device
-        order = sorted(
+        table_order = sorted(
             range(len(tables.offsets)),
             key=lambda t: (tables.offsets[t].row_base, tables.offsets[t].rows),
         )
         layout = CacheLayout(
-            sets=1,
+            num_sets=1,
             policy=options.policy,
-            tables=tuple(tables.offsets[t].feature(0) for t in order),
-            names=tuple(names[t] for t in order),
-            weights=precision.weights if options.dtype is None else options.dtype,
+            table_features=tuple(tables.offsets[t].feature(0) for t in table_order),
+            table_names=tuple(names[t] for t in table_order),
+            weights_dtype=precision.weights if options.dtype is None else options.dtype,
             states=tuple(states),
             state_dtype=precision.states,
         )
-        sets = number_of_sets(options, layout, device)
-        return cls(replace(layout, sets=sets), device)
+        num_sets = number_of_sets(options, layout, device)
+        return cls(replace(layout, num_sets=num_sets), device)
 
     def _initialise(self) -> None:
         """Initialise all tensors but weights and states, also of a cache that left `meta`."""
         self._last_ticket, self._in_flight = 0, set[int]()  # tickets of the batches in flight
-        features = torch.tensor(self.layout.tables, dtype=torch.int64, device="cpu").view(
+        features = torch.tensor(self.layout.table_features, dtype=torch.int64, device="cpu").view(
             -1, len(FeatureColumn)
         )
         self.table_features.copy_(features)
@@ -307,12 +311,12 @@ class RowCache(nn.Module):
         oldest = min(self._in_flight, default=self._last_ticket + 1)
         return self.clock[0] - (self._last_ticket - oldest)
 
-    def empty_postponed_rows(self, length: int) -> PostponedRows:
-        """Return lists without rows, which `fetch` fills, for a batch of `length` lookups."""
+    def empty_postponed_rows(self, num_lookups: int) -> PostponedRows:
+        """Return lists without rows, which `fetch` fills, for a batch of `num_lookups` lookups."""
         clock = self.clock  # int64, on the device of the cache
         return PostponedRows(
-            rows=clock.new_empty(length),
-            slots=clock.new_empty(length, dtype=torch.int32),
+            rows=clock.new_empty(num_lookups),
+            slots=clock.new_empty(num_lookups, dtype=torch.int32),
             num_rows=clock.new_zeros(1, dtype=torch.int32),
         )
 
@@ -459,16 +463,19 @@ class RowCache(nn.Module):
 
     def stats(self) -> CacheStats:
         """Return the counters (reads the device)."""
-        *tables, total = (
-            dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
+        *table_counters, total_counters = (
+            dict(zip(cache_ops.COUNTERS, counters, strict=True))
+            for counters in self.counters.tolist()
         )
-        lines = zip(self.layout.names, self.layout.tables, tables, strict=True)
-        cached = {
-            name: CacheStats(**line)
-            for name, table, line in lines
-            if table[FeatureColumn.CACHE_STRIDE]
+        named_counters = zip(
+            self.layout.table_names, self.layout.table_features, table_counters, strict=True
+        )
+        stats_by_table = {
+            name: CacheStats(**counters)
+            for name, features, counters in named_counters
+            if features[FeatureColumn.CACHE_STRIDE]
         }
-        return CacheStats(**total, tables=cached)
+        return CacheStats(**total_counters, tables=stats_by_table)
 
     def reset_stats(self) -> None:
         """Reset all counters to zero."""
@@ -480,8 +487,8 @@ class RowCache(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe size and policy."""
-        slots = self.layout.sets * cache_ops.WAYS
-        return f"{slots} slots in {self.layout.sets} sets, {self.layout.policy.value}"
+        num_slots = self.layout.num_sets * cache_ops.WAYS
+        return f"{num_slots} slots in {self.layout.num_sets} sets, {self.layout.policy.value}"
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         """Load nothing: keys with this prefix belong to a table of the same name."""
@@ -503,11 +510,15 @@ def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.devi
     """Return `options.sets`, or the number of sets for `options.load_factor`; at least 1.
 
     The number is lowered to one set per cached row, to what fits into the free memory of a GPU less
-    `options.reserved_bytes`, and to what int32 slots can number. `layout.sets` is not read.
+    `options.reserved_bytes`, and to what int32 slots can number. `layout.num_sets` is not read.
     """
-    sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
-    sets = min(sets, layout.cached_rows, _MAX_SETS)  # a row is in one set, so more would be empty
+    num_sets = options.sets or math.ceil(
+        options.load_factor * layout.num_cached_rows / cache_ops.WAYS
+    )
+    num_sets = min(
+        num_sets, layout.num_cached_rows, _MAX_SETS
+    )  # a row is in one set, so more would be empty
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
-        sets = min(sets, free_bytes // layout.bytes_per_set)
-    return max(sets, 1)
+        num_sets = min(num_sets, free_bytes // layout.bytes_per_set)
+    return max(num_sets, 1)

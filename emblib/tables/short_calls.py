@@ -110,11 +110,11 @@ class LookupBoundsCheck:
     """
 
     def __init__(self, module: batches.BoundsCheckedModule) -> None:
-        self._mode, is_cuda = module.bounds_check, module.features.is_cuda
-        mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
-        self.check = BatchCheck(mode, module.bounds_violations)
+        self._bounds_check, is_cuda = module.bounds_check, module.features.is_cuda
+        mode_code = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
+        self.check = BatchCheck(mode_code, module.bounds_violations)
         self.counts_violations = is_cuda and module.bounds_check is BoundsCheck.WARNING
-        self.repairs_offsets = is_cuda and mode is not None
+        self.repairs_offsets = is_cuda and mode_code is not None
         self._report = report_of(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,8 +122,8 @@ class LookupBoundsCheck:
 
     def matches(self, module: batches.BoundsCheckedModule) -> bool:
         """Return whether a module still has the options of this check."""
-        is_same = self.check.violations is module.bounds_violations
-        return is_same and self._mode is module.bounds_check
+        has_same_counters = self.check.violations is module.bounds_violations
+        return has_same_counters and self._bounds_check is module.bounds_check
 
     def begin(self) -> BatchCheck:
         """Return the check of the next op; it counts nothing if checkpointing repeats a forward."""
@@ -177,7 +177,7 @@ class ShortCalls:
             `matches` and `can_serve` may be called.
     """
 
-    def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:
+    def __init__(self, module: ShortCallTables, get_tiers: Callable[[], autograd.Tiers]) -> None:
         self._optimizer = module.optimizer
         self._has_all_offsets = module.include_last_offset
         self._bounds_check, self._pooling = module.bounds_check, module.pooling
@@ -191,7 +191,7 @@ class ShortCalls:
         self._device = module.features.device
         self._is_cuda = self._device.type == "cuda"
         self._check = LookupBoundsCheck(module)
-        self.tiers = tiers()
+        self.tiers = get_tiers()
         self.rule = autograd.UpdateRule.from_optimizer(module.optimizer)
         features = module.features
         self.batch = autograd.Lookup(  # with placeholders for indices and offsets
@@ -375,14 +375,14 @@ class CachedCalls(ShortCalls):
     def __init__(
         self,
         module: ShortCallTables,
-        tiers: Callable[[], autograd.Tiers],
+        get_tiers: Callable[[], autograd.Tiers],
         prefetching_cache: PrefetchingCache,
     ) -> None:
-        super().__init__(module, tiers)
+        super().__init__(module, get_tiers)
         self._prefetching_cache = prefetching_cache
         self.can_serve_tables = self.can_serve_tables and prefetching_cache.fetches_at_once
         if self.can_serve_tables:
-            self._moved_tiers = prefetching_cache.moved_tiers(self.tiers)
+            self._tiers_for_moves = prefetching_cache.tiers_for_moves(self.tiers)
             self._no_check = self._check.check._replace(mode=None)
 
     def can_serve(
@@ -406,11 +406,11 @@ class CachedCalls(ShortCalls):
         """
         check = self._check.check_without_counting()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
-        if self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, check):
+        if self._prefetching_cache.prefetch(batch, self._tiers_for_moves, batch_id, check):
             return
         offsets = batches.check_bounds(module, *batch_id, batch.features, counts_violations=False)
         batch = batch._replace(offsets=offsets)
-        self._prefetching_cache.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
+        self._prefetching_cache.prefetch(batch, self._tiers_for_moves, batch_id, self._no_check)
 
     def look_up(
         self,
@@ -450,7 +450,7 @@ class CachedCalls(ShortCalls):
             self._check.begin() if self._check.counts_violations else self._check.check
         )
         batch = self.batch._replace(indices=indices, offsets=offsets)
-        tiers = self._moved_tiers
+        tiers = self._tiers_for_moves
         flight = prefetching_cache.start(batch, tiers, batch_id, check, is_next=is_prefetched)
         if flight is None:  # an invalid batch on the CPU
             offsets = batches.check_bounds(module, indices, offsets, batch.features)
@@ -531,9 +531,16 @@ class ShortLookup(torch.autograd.Function):
         if scale is None:
             calls.update(grad, indices, offsets, sample_weights, ctx.flight)
             return None, None, None, None, None, None
-        step = unscale(grad, scale)
-        calls.update(step.gradient, indices, offsets, sample_weights, ctx.flight, step.is_finite)
-        return step.overflow(), None, None, None, None, None
+        unscaled_gradient = unscale(grad, scale)
+        calls.update(
+            unscaled_gradient.gradient,
+            indices,
+            offsets,
+            sample_weights,
+            ctx.flight,
+            unscaled_gradient.is_finite,
+        )
+        return unscaled_gradient.overflow(), None, None, None, None, None
 
 
 # Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.

@@ -70,18 +70,16 @@ def entry_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor])
 
     The numbers of an optimizer, an entry named `hyper`, must also be in range.
     """
-    for key, expected in targets.items():
+    for key, target in targets.items():
         if key in state_dict:
             is_hyper = key.rpartition(".")[2] == "hyper"
-            problem = (hyper_problem if is_hyper else copy_problem)(state_dict[key], expected)
+            problem = (hyper_problem if is_hyper else copy_problem)(state_dict[key], target)
             if problem:
                 yield f"{key}: {problem}"
 
 
-def tensor_problem(
-    value: Any, expected: Tensor, shape: tuple[int | None, ...] | None = None
-) -> str:
-    """Return why a value cannot be copied to a tensor of the dtype of `expected`; "" if it can.
+def tensor_problem(value: Any, target: Tensor, shape: tuple[int | None, ...] | None = None) -> str:
+    """Return why a value cannot be copied to a tensor of the dtype of `target`; "" if it can.
 
     Values for an integer tensor must be integers that it can have; values for floats are rounded,
     as torch does. `shape` is the required shape, in which None is any size; a `shape` of None
@@ -91,7 +89,7 @@ def tensor_problem(
         return f"must be a tensor, got {type(value).__name__}"
     if value.is_nested or value.is_quantized:
         return "must be a dense tensor with values, got a nested or a quantised one"
-    if value.layout is not torch.strided or (value.is_meta and not expected.is_meta):
+    if value.layout is not torch.strided or (value.is_meta and not target.is_meta):
         return f"must be a dense tensor with values, got {value.layout} on {value.device}"
     if shape is not None and (
         value.dim() != len(shape)
@@ -102,59 +100,59 @@ def tensor_problem(
     ):
         return (
             f"size mismatch: it has shape {tuple(value.shape)}, this module's is "
-            f"{tuple('any' if n is None else n for n in shape)}; the checkpoint is of another "
-            "table or optimizer, or damaged; without this key and with strict=False the rest can "
-            "be loaded"
+            f"{tuple('any' if size is None else size for size in shape)}; the checkpoint is of "
+            "another table or optimizer, or damaged; without this key and with strict=False the "
+            "rest can be loaded"
         )
-    if value.is_complex() > expected.is_complex():
+    if value.is_complex() > target.is_complex():
         return f"must be real, got {value.dtype}"
     if (
-        expected.is_floating_point()
-        or expected.is_complex()
-        or value.dtype == expected.dtype
+        target.is_floating_point()
+        or target.is_complex()
+        or value.dtype == target.dtype
         or value.is_meta
     ):
         return ""
     is_integer = not value.is_floating_point() and value.dtype is not torch.bool
-    if not is_integer or not torch.equal(value.to(expected.dtype).to(value.dtype), value):
-        return f"must be integers in the range of {expected.dtype}, got {value.dtype}"
+    if not is_integer or not torch.equal(value.to(target.dtype).to(value.dtype), value):
+        return f"must be integers in the range of {target.dtype}, got {value.dtype}"
     return ""
 
 
-def copy_problem(value: Any, expected: Tensor) -> str:
-    """Return why a value cannot be copied to `expected`; "" if it can."""
-    return tensor_problem(value, expected, tuple(expected.shape))
+def copy_problem(value: Any, target: Tensor) -> str:
+    """Return why a value cannot be copied to `target`; "" if it can."""
+    return tensor_problem(value, target, tuple(target.shape))
 
 
-def hyper_problem(value: Any, expected: Tensor) -> str:
-    """Return why a value cannot replace the hyperparameters `expected`; "" if it can.
+def hyper_problem(value: Any, target: Tensor) -> str:
+    """Return why a value cannot replace the hyperparameters `target`; "" if it can.
 
-    Both are `[n]` with the entries of `Hyper`; a number that `expected` has is valid.
+    Both are `[n]` with the entries of `Hyper`; a number that `target` has is valid.
     """
-    problem = copy_problem(value, expected)
-    if problem or value.is_meta or expected.is_meta:
+    problem = copy_problem(value, target)
+    if problem or value.is_meta or target.is_meta:
         return problem
-    numbers, expected_numbers = value.double().tolist(), expected.tolist()
+    numbers, target_numbers = value.double().tolist(), target.tolist()
     integer_entries = (Hyper.STEP, Hyper.SEED)
-    for i, (number, expected_number) in enumerate(zip(numbers, expected_numbers, strict=True)):
-        low = -1.0 if i == Hyper.SEED else 0.0
-        is_in_range = abs(number) < float("inf") and (number >= low or expected_number < low)
-        if number != expected_number and not (
+    for i, (number, target_number) in enumerate(zip(numbers, target_numbers, strict=True)):
+        minimum = -1.0 if i == Hyper.SEED else 0.0
+        is_in_range = abs(number) < float("inf") and (number >= minimum or target_number < minimum)
+        if number != target_number and not (
             is_in_range and (i not in integer_entries or number == int(number))
         ):
             name = Hyper(i).name.lower() if i < Hyper.OPTIMIZER_ARGS else f"number {i}"
-            kind = "an integer" if i in integer_entries else "finite and"
-            return f"{name} must be {kind} >= {low:g}, got {number}"
+            requirement = "an integer" if i in integer_entries else "finite and"
+            return f"{name} must be {requirement} >= {minimum:g}, got {number}"
     return ""
 
 
 def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield one message per invalid entry of counts, which must be finite and not negative."""
-    entry_errors = dict.fromkeys(entry_problems(state_dict, targets))
-    yield from entry_errors
+    entry_messages = dict.fromkeys(entry_problems(state_dict, targets))
+    yield from entry_messages
     for key in targets:
         if key in state_dict and not any(
-            problem.startswith(f"{key}: ") for problem in entry_errors
+            problem.startswith(f"{key}: ") for problem in entry_messages
         ):
             value = state_dict[key]
             if not value.is_meta and not bool((value >= 0).all()):
@@ -214,7 +212,9 @@ def loadable_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     They are detached, by `prefix` and name.
     """
     buffers = {
-        k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
     }
     return {
         prefix + name: tensor.detach()
@@ -225,12 +225,13 @@ def loadable_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 def check_keys(expected: Iterable[str], state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
-    keys = set(expected)
-    missing_names, unexpected = sorted(keys - state_dict.keys()), sorted(state_dict.keys() - keys)
-    if missing_names or unexpected:
+    expected_keys = set(expected)
+    missing_keys = sorted(expected_keys - state_dict.keys())
+    unexpected_keys = sorted(state_dict.keys() - expected_keys)
+    if missing_keys or unexpected_keys:
         raise RuntimeError(
-            f"the state dict must have the keys of this module: missing are {missing_names}, "
-            f"unexpected {unexpected}; strict=False loads what there is"
+            f"the state dict must have the keys of this module: missing are {missing_keys}, "
+            f"unexpected {unexpected_keys}; strict=False loads what there is"
         )
 
 

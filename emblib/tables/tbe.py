@@ -1,7 +1,7 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
 Most forwards of `TableBatchedEmbeddingBags` are `ShortCalls`. The others check bounds
-(`_check_batch`), fetch missing rows if there is a cache (`PrefetchingCache.look_up`), and look up
+(`_prepare_batch`), fetch missing rows if there is a cache (`PrefetchingCache.look_up`), and look up
 (`_read`, or `_read_for_gradients` if backward leaves gradients).
 """
 
@@ -143,9 +143,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         ops.require_kernels(device)
 
         self._memory = Memory(self.tables, self.optimizer, self.precision, self.cache, device)
-        offsets, self.total_rows = self._memory.layout.offsets, self._memory.layout.total_rows
-        self._layout = self._feature_rows(lambda t, column: offsets[t].feature(column))
-        if any(offset.tier != Tier.DEVICE for offset in offsets):
+        table_offsets, self.total_rows = self._memory.layout.offsets, self._memory.layout.total_rows
+        self._layout = self._feature_rows(lambda t, column: table_offsets[t].feature(column))
+        if any(offset.tier != Tier.DEVICE for offset in table_offsets):
             self.parameter_class = IncompleteParameter
         self._register_memory(device)
         self._make_cache(device)
@@ -179,7 +179,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Make the cache of rows, if a table is cached."""
         memory, states = self._memory, self.optimizer.states
         self.row_cache = self._prefetching_cache = None
-        if memory.layout.cached_rows:
+        if memory.layout.num_cached_rows:
             self.row_cache = RowCache.from_options(
                 memory.layout, self.table_names, states, self.cache, self.precision, device
             )
@@ -268,7 +268,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             return self._look_up(batch_id, batch_sizes, per_sample_weights)
         with self._reporting.timed("tbe.forward_time", indices.device):
             out = self._look_up(batch_id, batch_sizes, per_sample_weights)
-        self._report(indices)
+        self._report_amounts(indices)
         return out
 
     def _prepare_calls(self) -> ShortCalls:
@@ -321,7 +321,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             if torch.is_grad_enabled():
                 parameters.refuse_replacement("weights")
 
-    def _check_batch(
+    def _prepare_batch(
         self,
         indices: Tensor,
         offsets: Tensor,
@@ -377,9 +377,9 @@ class TableBatchedEmbeddingBags(FusedTables):
 
         With a `GradScaler`, the overflow of the gradients is added to `grad_anchor.grad`.
         """
-        table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
+        feature_row, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
         apply = joint_step.apply_contributions
-        overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
+        overflow = apply(tiers, self.optimizer, contributions, feature_row, self._locate)
         self._begun_steps_at_update = self._num_begun_steps
         if self._prefetching_cache is not None:
             self._prefetching_cache.end_access()
@@ -395,12 +395,12 @@ class TableBatchedEmbeddingBags(FusedTables):
         reading: TableReading | None = None,
     ) -> Tensor:
         """Look up a batch after its checks; the output is that of `forward`."""
-        batch, tiers = self._check_batch(*batch_id, batch_sizes, reading), self._tiers()
+        batch, tiers = self._prepare_batch(*batch_id, batch_sizes, reading), self._tiers()
         if self._is_periodic and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
-        updates = autograd.updates_in_backward(self.optimizer)
-        read_rows = self._read if updates else self._read_for_gradients
+        updates_in_backward = autograd.updates_in_backward(self.optimizer)
+        read_rows = self._read if updates_in_backward else self._read_for_gradients
         if self._prefetching_cache is not None:
             read_slots = partial(read_rows, tiers, sample_weights=sample_weights)
             return self._prefetching_cache.look_up(
@@ -415,19 +415,19 @@ class TableBatchedEmbeddingBags(FusedTables):
 
         `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
-        trained, offsets = self._gradient_parameters()
-        self._unstepped_gradients.check(trained)
+        gradient_parameters, weight_offsets = self._gradient_parameters()
+        self._unstepped_gradients.check(gradient_parameters)
         if self.optimizer.leaves_gradient is Gradient.SPARSE:
-            parameters.check_dense_gradients(trained)
+            parameters.check_dense_gradients(gradient_parameters)
         return autograd.lookup(
             self.weights,
-            trained,
+            gradient_parameters,
             batch,
             self.optimizer,
             sample_weights,
             self.output_dtype,
             self.num_distinct_rows,
-            offsets,
+            weight_offsets,
             tiers.weights[1:],
         )
 
@@ -439,9 +439,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         The lookup goes through autograd if a backward follows; otherwise it releases the batch.
         `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
-        decay, factors = optimizer_hooks.find_global_decay(self.optimizer), None
+        decay, lookup_factors = optimizer_hooks.find_global_decay(self.optimizer), None
         if decay is not None:
-            batch, factors = optimizer_hooks.decay_rows(
+            batch, lookup_factors = optimizer_hooks.decay_rows(
                 decay, batch, self.hyperparams, self.state_prev_iter
             )
         trains = torch.is_grad_enabled() and not self._frozen
@@ -454,9 +454,9 @@ class TableBatchedEmbeddingBags(FusedTables):
                 grad_anchor = batch.joint.anchor(grad_anchor.device)
             grad_anchor = grad_anchor if trains else grad_anchor.detach()
             return autograd.fused_lookup(
-                grad_anchor, tiers, self.optimizer, batch, sample_weights, factors
+                grad_anchor, tiers, self.optimizer, batch, sample_weights, lookup_factors
             )
-        weights = autograd.multiply_weights(sample_weights, factors)
+        weights = autograd.multiply_weights(sample_weights, lookup_factors)
         out = autograd.lookup_no_grad(tiers.weights, batch, weights, self.output_dtype)
         if batch.hooks is not None:
             batch.hooks.after_update()
@@ -470,9 +470,9 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _trained_features(self) -> Tensor:
         """Return `features` without the rows of frozen tables: their lookups are not grouped."""
-        trained = [t not in self._frozen_tables for t in self.feature_tables]
+        is_trained = [t not in self._frozen_tables for t in self.feature_tables]
         features = self.features.clone()
-        features[:, FeatureColumn.ROWS] *= torch.tensor(trained, device=features.device)
+        features[:, FeatureColumn.ROWS] *= torch.tensor(is_trained, device=features.device)
         return features
 
     def _breaks_graphs(self) -> bool:
@@ -574,11 +574,11 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._reporting is not None:
             timer = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
         with timer:
-            batch = self._check_batch(*batch_id, batch_sizes, reading, is_prefetch=True)
+            batch = self._prepare_batch(*batch_id, batch_sizes, reading, is_prefetch=True)
             prefetching_cache.prefetch(batch, self._tiers(), batch_id, self._no_check())
 
     def _no_check(self) -> BatchCheck:
-        """Return the check that does nothing, for a batch that `_check_batch` has checked."""
+        """Return the check that does nothing, for a batch that `_prepare_batch` has checked."""
         return BatchCheck(None, self.bounds_violations)
 
     def flush(self) -> None:
@@ -654,11 +654,11 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
-        other_bytes = self._memory.nbytes()
-        states = sum(state.nbytes for state in self._states())
+        bytes_off_device = self._memory.nbytes()
+        state_bytes = sum(state.nbytes for state in self._states())
         return {
-            "weights": self.weights.nbytes + other_bytes["weights"],
-            "optimizer_state": states + other_bytes["optimizer_state"],
+            "weights": self.weights.nbytes + bytes_off_device["weights"],
+            "optimizer_state": state_bytes + bytes_off_device["optimizer_state"],
             "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
         }
 
@@ -672,7 +672,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """
         self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
 
-    def _report(self, indices: Tensor) -> None:
+    def _report_amounts(self, indices: Tensor) -> None:
         reporting = self._reporting
         assert reporting is not None
         if reporting.is_active:
@@ -740,11 +740,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        metadata, _, missing_names, unexpected, errors = arguments
+        metadata, _, *key_lists, errors = arguments  # the lists are of missing and unexpected keys
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         targets = self._checkpoint()
-        sources = state_dicts.select_entries(targets, state_dict, prefix, missing_names, unexpected)
+        sources = state_dicts.select_entries(targets, state_dict, prefix, *key_lists)
         if not sources:
             return
         if len(sources) < len(targets):

@@ -95,7 +95,7 @@ class ShortTTCalls:
         self._factors = layout.op_arguments()
         self._max_saved_halves = tt.max_saved_left_halves(layout, cores)
         self._max_lookups = tt.max_lookups_at_once(layout, features.device)
-        self._bounds_mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
+        self._bounds_mode_code = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
         self._matmul_code = codes.MATMUL_PRECISION[module.precision.matmul.value]
         self._violations, self._report = module.bounds_violations, report_of(module)
         self._rule = autograd.UpdateRule.from_optimizer(module.optimizer)
@@ -185,11 +185,11 @@ class ShortTTCalls:
             The output, the tensors to save for backward, and the offsets that were read, which
             differ from those of the batch where they were repaired.
         """
-        mode = self._bounds_mode
+        mode_code = self._bounds_mode_code
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
         if warns and is_recomputation():
-            warns, mode = False, _IGNORE
-        results = self._run_lookup(module, batch, num_saved, mode)
+            warns, mode_code = False, _IGNORE
+        results = self._run_lookup(module, batch, num_saved, mode_code)
         if warns:
             self._report.add_check(module, BOUNDS_MESSAGE)
         if not results:  # an invalid batch on the CPU
@@ -198,7 +198,7 @@ class ShortTTCalls:
             offsets = batches.check_bounds(module, indices, offsets, features, bag_layout)
             batch = batch._replace(offsets=offsets)
             results = self._run_lookup(module, batch, num_saved, None)
-        if mode is None or not self._is_cuda:
+        if mode_code is None or not self._is_cuda:
             results.append(batch.offsets)
         return results
 
@@ -207,7 +207,7 @@ class ShortTTCalls:
         module: TableBatchedTTEmbeddingBags,
         batch: TTBatch,
         num_saved: int,
-        mode: int | None,
+        mode_code: int | None,
     ) -> list[Tensor]:
         """Run the op of a lookup; return its results, or [] for an invalid batch on the CPU."""
         indices, offsets, sample_weights, bag_layout, output_dim = batch
@@ -223,7 +223,7 @@ class ShortTTCalls:
             module.output_dtype,
             *self._factors,
             num_saved,
-            mode,
+            mode_code,
             self._violations,
             self._matmul_code,
         )
@@ -241,7 +241,7 @@ class ShortTTCalls:
         self,
         grad: Tensor,
         batch: TTBatch,
-        saved: list[Tensor],
+        saved_tensors: list[Tensor],
         is_finite: Tensor | None,
         *,
         is_stale: bool,
@@ -251,7 +251,7 @@ class ShortTTCalls:
         Args:
             grad: gradient in the shape of the output.
             batch: the batch, with repaired offsets.
-            saved: tensors that `look_up` returned between the output and the offsets.
+            saved_tensors: tensors that `look_up` returned between the output and the offsets.
             is_finite: bool scalar on the device; None if no `GradScaler` has scaled the gradient.
             is_stale: whether the cores have changed since the lookup; then the saved values of left
                 halves are computed again.
@@ -269,7 +269,7 @@ class ShortTTCalls:
             batch.bag_layout,
             batch.sample_weights,
             self._pooling_code,
-            saved,
+            saved_tensors,
             *self._factors,
             is_stale,
             self._matmul_code,
@@ -289,10 +289,12 @@ class ShortTTLookup(torch.autograd.Function):
         batch: TTBatch,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
-        out, *saved, offsets = calls.look_up(module, batch, calls.num_saved_of(batch.indices))
+        out, *saved_tensors, offsets = calls.look_up(
+            module, batch, calls.num_saved_of(batch.indices)
+        )
         ctx.calls, ctx.versions, ctx.output_dim = calls, calls.versions(), batch.output_dim
         ctx.save_for_backward(
-            batch.indices, offsets, batch.sample_weights, batch.bag_layout, *saved
+            batch.indices, offsets, batch.sample_weights, batch.bag_layout, *saved_tensors
         )
         return out
 
@@ -301,14 +303,14 @@ class ShortTTLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every core row that contributed."""
         calls: ShortTTCalls = ctx.calls
-        indices, offsets, sample_weights, bag_layout, *saved = ctx.saved_tensors
+        indices, offsets, sample_weights, bag_layout, *lookup_tensors = ctx.saved_tensors
         batch = TTBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
         scale, overflow, is_finite = scale_of_backward(), None, None
         if scale is not None:
             grad, is_finite = unscaled_gradient = unscale(grad, scale)
             overflow = unscaled_gradient.overflow()
         is_stale = ctx.versions != calls.versions()
-        calls.update(grad, batch, saved, is_finite, is_stale=is_stale)
+        calls.update(grad, batch, lookup_tensors, is_finite, is_stale=is_stale)
         return overflow, None, None, None
 
 

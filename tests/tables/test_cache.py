@@ -56,10 +56,10 @@ def enter(cache: RowCache) -> int:
 def fetch(cache: RowCache, groups: Groups) -> Tensor:
     """Bring rows of no values into the cache; return their slots."""
     optimizer = PartialRowwiseAdam(0.1)
-    weights = [torch.zeros(n) for n in LAYOUT.elements]
+    weights = [torch.zeros(n) for n in LAYOUT.num_elements]
     per_row = [tensor.numel() < cache.weights.numel() for tensor in cache.states]
     states = [
-        torch.zeros(LAYOUT.rows[tier] if by_row else LAYOUT.elements[tier])
+        torch.zeros(LAYOUT.num_rows[tier] if by_row else LAYOUT.num_elements[tier])
         for tier in range(3)
         for by_row in per_row
     ]
@@ -78,8 +78,8 @@ def bring_in(cache: RowCache, rows: Tensor) -> Tensor:
 
 def test_sizes_follow_the_options() -> None:
     assert make(CacheConfig(sets=3)).tags.shape == (3, 32)
-    assert make(CacheConfig(load_factor=0.2)).layout.sets == 1
-    assert make(CacheConfig(load_factor=1.0)).layout.sets == math.ceil(130 / 32)
+    assert make(CacheConfig(load_factor=0.2)).layout.num_sets == 1
+    assert make(CacheConfig(load_factor=1.0)).layout.num_sets == math.ceil(130 / 32)
     cache = make(CacheConfig(sets=2, dtype=torch.float16), PartialRowwiseAdam(0.1))
     assert cache.weights.dtype == torch.float16
     assert cache.weights.numel() == 64 * 8, "rows begin at multiples of 16 bytes in float32"
@@ -93,7 +93,7 @@ def test_sizes_follow_the_options() -> None:
 
 def test_has_at_most_one_set_per_row() -> None:
     cache = make(CacheConfig(sets=2**40), Adam(0.1))
-    assert cache.layout.sets == cache.layout.cached_rows == 130
+    assert cache.layout.num_sets == cache.layout.num_cached_rows == 130
 
 
 def test_fits_into_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_fits_into_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert number_of_sets(options, cache.layout, cuda) == sets
     assert number_of_sets(CacheConfig(sets=99), cache.layout, torch.device("cpu")) == 99
-    large = replace(cache.layout, tables=((0, 0, 2**45, 8, 0, 1, 0, 8),))
+    large = replace(cache.layout, table_features=((0, 0, 2**45, 8, 0, 1, 0, 8),))
     assert number_of_sets(CacheConfig(), large, torch.device("cpu")) * 32 < 2**31
 
 
@@ -213,9 +213,9 @@ def test_fetch_and_flush_carry_rows_and_states() -> None:
     cache = make(optimizer=optimizer)
     hyper = optimizer.hyperparams()
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.rand(n, generator=generator) for n in LAYOUT.elements]
+    weights = [torch.rand(n, generator=generator) for n in LAYOUT.num_elements]
     states = [
-        torch.rand(LAYOUT.rows[tier] if state.per_row else LAYOUT.elements[tier])
+        torch.rand(LAYOUT.num_rows[tier] if state.per_row else LAYOUT.num_elements[tier])
         for tier in range(3)
         for state in optimizer.states
     ]
