@@ -60,7 +60,7 @@ from emblib.storage import (
     TensorTrain,
 )
 from emblib.storage.base import MemoryBytes, is_fused
-from emblib.storage.dense import cached_rows
+from emblib.storage.dense import num_cached_rows
 from emblib.trace import LookupTrace
 from emblib.trace.skew import ZIPF, IdSkew
 from emblib.tt import shapes
@@ -459,7 +459,7 @@ def _cached_options(table: _PlannedTable) -> Iterator[_Option]:
     for share in SHARES:
         cache = CacheConfig(load_factor=share, directory=directory)
         storage = Dense(placement, cache)
-        hit_rate = table.skew.hit_rate(cached_rows(storage, table.rows))
+        hit_rate = table.skew.hit_rate(num_cached_rows(storage, table.rows))
         if hit_rate >= backing.min_hit_rate:
             yield _Option(replace(table.config, storage=storage), 0.0, hit_rate)
 

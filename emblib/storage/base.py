@@ -441,9 +441,9 @@ class Storage:
             target: the table to write.
             key_block: block of keys that `target` owns, for keyed storage; None for other storage.
         """
-        views, targets = source.views(), target.views()
-        for name in targets.keys() & views.keys():
-            targets[name].copy_(table_slice.view_of(views[name]))
+        source_views, target_views = source.views(), target.views()
+        for name in target_views.keys() & source_views.keys():
+            target_views[name].copy_(table_slice.view_of(source_views[name]))
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
         """Return whether `target` has opened rows of an earlier process that `source` lacks.
@@ -488,8 +488,8 @@ class Storage:
             device: "cpu" or "cuda".
         """
         itemsize = table_slice.config.data_type.itemsize
-        states = state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
-        return MemoryBytes(table_slice.num_rows * table_slice.dim * itemsize + states)
+        bytes_of_states = state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
+        return MemoryBytes(table_slice.num_rows * table_slice.dim * itemsize + bytes_of_states)
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
@@ -511,19 +511,19 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the names in order; repeated ones get a number appended, to make all distinct."""
     used_names: set[str] = set(names)
     assigned: set[str] = set()
-    result = []
+    unique_names = []
     for name in names:
-        unique, number = name, 1
-        while unique in assigned or (unique != name and unique in used_names):
+        unique_name, number = name, 1
+        while unique_name in assigned or (unique_name != name and unique_name in used_names):
             number += 1
-            unique = f"{name}_{number}"
-        assigned.add(unique)
-        result.append(unique)
-    return result
+            unique_name = f"{name}_{number}"
+        assigned.add(unique_name)
+        unique_names.append(unique_name)
+    return unique_names
 
 
 StorageClass = TypeVar("StorageClass", bound=type[Storage])
-_registry: dict[str, type[Storage]] = {}
+_storage_classes: dict[str, type[Storage]] = {}
 
 
 def register(storage: StorageClass) -> StorageClass:
@@ -532,7 +532,7 @@ def register(storage: StorageClass) -> StorageClass:
     Raises:
         ValueError: another kind has this name.
     """
-    known_storage = _registry.setdefault(storage.plan_name, storage)
+    known_storage = _storage_classes.setdefault(storage.plan_name, storage)
     if known_storage is not storage:
         raise ValueError(
             f"{storage.__name__}.plan_name {storage.plan_name!r} is that of "
@@ -548,7 +548,7 @@ def kinds() -> dict[str, type[Storage]]:
         >>> emblib.storage.kinds()["Hashed"] is emblib.storage.Hashed
         True
     """
-    return dict(_registry)
+    return dict(_storage_classes)
 
 
 # Bytes and times, for several kinds of storage
@@ -562,16 +562,16 @@ def is_fused(optimizer: Optimizer | None) -> bool:
     return optimizer is not None and autograd.is_fused(optimizer)
 
 
-def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int) -> int:
+def state_bytes(optimizer: Optimizer | None, num_rows: int, dim: int, itemsize: int) -> int:
     """Return the bytes of the optimizer states of rows.
 
     Without an optimizer, or with one that gets dense gradients, return the bytes of the dense
     gradient instead. `itemsize` is the bytes of a weight and of its gradient.
     """
     if optimizer is None or _has_dense_gradient(optimizer):
-        return rows * dim * itemsize
+        return num_rows * dim * itemsize
     return sum(
-        rows * (torch.float32.itemsize if state.per_row else dim * _STATE_ITEMSIZE)
+        num_rows * (torch.float32.itemsize if state.per_row else dim * _STATE_ITEMSIZE)
         for state in optimizer.states
     )
 

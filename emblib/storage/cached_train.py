@@ -76,15 +76,19 @@ def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
     first_cache = caches[0]
     counted_rows = None
     if any(cache.counted for cache in caches):
-        pairs = zip(caches, slices, strict=True)
-        counted_rows = sum(cache.counted_of([table_slice.spec]) for cache, table_slice in pairs)
+        caches_and_slices = zip(caches, slices, strict=True)
+        counted_rows = sum(
+            cache.counted_of([table_slice.spec]) for cache, table_slice in caches_and_slices
+        )
     spilled_rows = None
     if first_cache.eviction is RowEviction.SPILL:
-        pairs = zip(caches, slices, strict=True)
-        spilled_rows = [_spilled_rows(cache, table_slice) for cache, table_slice in pairs]
+        caches_and_slices = zip(caches, slices, strict=True)
+        spilled_rows = [
+            _spilled_rows(cache, table_slice) for cache, table_slice in caches_and_slices
+        ]
     # `check_cache` allows one number per table.
-    rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
-    return TTCache(rows, first_cache.eviction, counted_rows, first_cache.every, spilled_rows)
+    cached_rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
+    return TTCache(cached_rows, first_cache.eviction, counted_rows, first_cache.every, spilled_rows)
 
 
 def _cache_of(table_slice: TableSlice) -> TTCache:
@@ -96,20 +100,20 @@ def _cache_of(table_slice: TableSlice) -> TTCache:
 
 def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
     """Return the maximum number of spilled rows of a table; cached rows are not counted."""
-    (stored,), (cached,) = (
+    (num_stored,), (num_cached,) = (
         cache.stored_rows_of([table_slice.spec]),
         cache.rows_of([table_slice.spec]),
     )
-    return stored - cached
+    return num_stored - num_cached
 
 
-def stored_rows_slice(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
+def stored_rows_slice(table_slice: TableSlice, num_rows: int, storage: Dense) -> TableSlice:
     """Return the stored rows of a table as a slice of a dense table; initial values are zeros."""
     config: Any = table_slice.config
-    spec = replace(
-        config, num_embeddings=rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
+    rows_config = replace(
+        config, num_embeddings=num_rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
     )
-    return TableSlice.whole(spec)
+    return TableSlice.whole(rows_config)
 
 
 def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
@@ -118,17 +122,18 @@ def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) ->
     Spilled rows in host memory count as host bytes if `device` is "cuda", else as device bytes.
     """
     cache, spec = _cache_of(table_slice), table_slice.spec
-    (rows,) = cache.stored_rows_of([spec])
+    (num_rows,) = cache.stored_rows_of([spec])
     storage = Dense(cache.placement, cache.row_cache([spec]))
-    sizes = storage.nbytes(stored_rows_slice(table_slice, rows, storage), optimizer, device)
+    sizes = storage.nbytes(stored_rows_slice(table_slice, num_rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
-    word_bytes = _WORD_BYTES * (rows + index.rows)  # the key of each row, and the row of each slot
+    # The key of each row, and the row of each slot.
+    word_bytes = _WORD_BYTES * (num_rows + index.rows)
     return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts, device))
 
 
 def _index_bytes(index: DynamicSpec, counts: DynamicSpec, device: str) -> int:
     """Return the bytes of the slots of both hash tables."""
-    return sum(s.rows * bytes_per_slot(s.eviction.order, device) for s in (index, counts))
+    return sum(spec.rows * bytes_per_slot(spec.eviction.order, device) for spec in (index, counts))
 
 
 class CachedTTModule(CachedTTEmbeddingBags):
@@ -290,14 +295,14 @@ def make_rows(
     specs = [table_slice.spec for table_slice in slices]
     row_cache = cache.row_cache(specs)
     row_slices = [
-        stored_rows_slice(table_slice, rows, Dense(cache.placement, row_cache))
-        for table_slice, rows in zip(slices, cache.stored_rows_of(specs), strict=True)
+        stored_rows_slice(table_slice, num_rows, Dense(cache.placement, row_cache))
+        for table_slice, num_rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
-    rows = DenseModule(
+    num_rows = DenseModule(
         row_slices, feature_tables, optimizer, pooling, [0] * len(row_slices), row_cache, device
     )
-    rows.bounds_check = BoundsCheck.NONE
-    return rows
+    num_rows.bounds_check = BoundsCheck.NONE
+    return num_rows
 
 
 class CachedTTPlaceholder(nn.Module):
@@ -573,7 +578,7 @@ class StoredRowsHandle(DenseHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Load stored rows: at their positions if the sizes agree, else into the first rows."""
-        _, _, missing_keys, unexpected, errors = arguments
+        _, _, missing_keys, unexpected_keys, errors = arguments
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         if self._refuses_load_on_meta(state_dict, prefix, errors) or not has_cache(
@@ -582,17 +587,17 @@ class StoredRowsHandle(DenseHandle):
             missing_keys.append(f"{prefix}keys")
             return
         names = self._entry_names()
-        saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        missing_keys.extend(prefix + name for name in names if name not in saved)
-        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(names)))
-        if "keys" in saved:
-            self._write(saved)
+        saved_entries = state_dicts.entries_under(prefix, state_dict)
+        missing_keys.extend(prefix + name for name in names if name not in saved_entries)
+        unexpected_keys.extend(prefix + name for name in sorted(saved_entries.keys() - set(names)))
+        if "keys" in saved_entries:
+            self._write_rows(saved_entries)
 
     @without_gradients
-    def _write(self, saved: Mapping[str, Tensor]) -> None:
+    def _write_rows(self, saved_entries: Mapping[str, Tensor]) -> None:
         """Replace the stored rows by saved ones."""
         bags: CachedTTModule = self._cached_module
-        ids = saved["keys"]
+        ids = saved_entries["keys"]
         bags.rows.flush_and_empty()
         with bags.rows.overwriting():
             tensors = self._tensors()
@@ -603,7 +608,7 @@ class StoredRowsHandle(DenseHandle):
                     [ids[stored_positions], ids.new_full((capacity - len(stored_positions),), -1)]
                 )
             for name, view in tensors.items():
-                values = saved.get(name)
+                values = saved_entries.get(name)
                 if values is None:
                     view.zero_()
                 elif len(values) == capacity:
@@ -614,7 +619,7 @@ class StoredRowsHandle(DenseHandle):
                         view
                     )
         bags.set_stored_ids(self.index, ids)
-        bags.set_statistics(self.index, saved)
+        bags.set_statistics(self.index, saved_entries)
 
     def _entry_names(self) -> list[str]:
         return ["keys", *self._tensors(), *_STATISTICS]
@@ -652,23 +657,25 @@ class CountsHandle(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the counts of the table if all entries are there; do nothing on meta."""
-        _, _, missing_keys, unexpected, errors = arguments
+        _, _, missing_keys, unexpected_keys, errors = arguments
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         module, index = self._module_and_index
-        saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        missing_names = [name for name in _COUNT_ENTRIES if name not in saved]
+        saved_entries = state_dicts.entries_under(prefix, state_dict)
+        missing_names = [name for name in _COUNT_ENTRIES if name not in saved_entries]
         missing_keys.extend(prefix + name for name in missing_names)
-        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(_COUNT_ENTRIES)))
+        unexpected_keys.extend(
+            prefix + name for name in sorted(saved_entries.keys() - set(_COUNT_ENTRIES))
+        )
         if has_cache(module) and not missing_names:
-            module.set_lookup_counts(index, saved, int(saved["tick"]))
+            module.set_lookup_counts(index, saved_entries, int(saved_entries["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counts in a state dict."""
         module, index = self._module_and_index
         if not has_cache(module):
             return
-        key, size = f"{prefix}keys", 0
+        key, num_ids = f"{prefix}keys", 0
         if key in state_dict:
             keys = state_dict[key]
             problem = state_dicts.key_problem(keys, module.tables[index].rows)
@@ -677,10 +684,10 @@ class CountsHandle(nn.Module):
             if problem:
                 yield f"{key}: {problem}"
                 return
-            size = len(keys)
-        expected = torch.empty(size, dtype=torch.int64, device="cpu")
-        rows = {prefix + name: expected for name in ("stamps", "scores")}
-        yield from state_dicts.count_problems(state_dict, rows)
+            num_ids = len(keys)
+        target = torch.empty(num_ids, dtype=torch.int64, device="cpu")
+        targets = {prefix + name: target for name in ("stamps", "scores")}
+        yield from state_dicts.count_problems(state_dict, targets)
         yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)
 
     @property

@@ -151,10 +151,10 @@ class ComposedStorage(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
-        unpooled = pooling is Pooling.NONE or self.combine_mode is Combine.MULTIPLY
+        needs_equal_dims = pooling is Pooling.NONE or self.combine_mode is Combine.MULTIPLY
         dims = (
             (table_slice.dim, self.num_stored_columns(table_slice.dim))
-            if is_sparse or unpooled
+            if is_sparse or needs_equal_dims
             else ()
         )
         return (
@@ -225,7 +225,7 @@ class ComposedStorage(Storage):
             component.name: TensorLayout(
                 (component.rows, width),
                 table.data_type,
-                _all_rows(component.rows) if is_cut else None,
+                _all_rows_region(component.rows) if is_cut else None,
             )
             for component in self.components(table.num_embeddings)
         }
@@ -264,8 +264,10 @@ class ComposedStorage(Storage):
             table_slice.config.data_type.itemsize,
             self.num_stored_columns(table_slice.dim),
         )
-        rows = sum(c.rows for c in self.components(table_slice.config.num_embeddings))
-        return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
+        num_rows = sum(c.rows for c in self.components(table_slice.config.num_embeddings))
+        return MemoryBytes(
+            num_rows * width * itemsize + state_bytes(optimizer, num_rows, width, itemsize)
+        )
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
@@ -276,8 +278,8 @@ class ComposedStorage(Storage):
         )
         components = _component_slices(table_slice)
         return sum(
-            ids * times.lookup_row_ns(components[c], bytes_per_row, ids)
-            for c in self.row_components
+            ids * times.lookup_row_ns(components[index], bytes_per_row, ids)
+            for index in self.row_components
         )
 
     def update_ns(
@@ -291,8 +293,8 @@ class ComposedStorage(Storage):
         )
         components = _component_slices(table_slice)
         updates = sum(
-            ids * times.update_row_ns(components[c], bytes_per_row, ids)
-            for c in self.row_components
+            ids * times.update_row_ns(components[index], bytes_per_row, ids)
+            for index in self.row_components
         )
         return updates + sum(
             dense_gradient_ns(component, optimizer, times) for component in components
@@ -309,10 +311,10 @@ def describe_difference(actual: Tensor | None, expected: Tensor | None) -> str:
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
     if not torch.equal(actual.cpu(), expected):
-        saved, here = _describe_layout(actual), _describe_layout(expected)
+        saved_storage, expected_storage = _describe_layout(actual), _describe_layout(expected)
         return (
-            f"the ids of the saved table read other rows: its storage is {saved}, here {here}; use "
-            "the storage of the saved table"
+            f"the ids of the saved table read other rows: its storage is {saved_storage}, here "
+            f"{expected_storage}; use the storage of the saved table"
         )
     return ""
 
@@ -336,11 +338,11 @@ def _describe_layout(layout: Tensor) -> str:
     return f"unknown ({LAYOUT} {layout.tolist()})"
 
 
-def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
+def _all_rows_region(num_rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
     """Return a `TensorLayout.region`: any rows of the table need all rows of a component."""
 
     def region(_: Span, columns: Span) -> tuple[Span, Span]:
-        return (0, rows), columns
+        return (0, num_rows), columns
 
     return region
 
@@ -403,7 +405,9 @@ class ComposedModule(ComposedLookup):
     def table_by_parameter(self, index: int) -> dict[str, int]:
         """Return {parameter: index of its component in `dense`} of table `index`."""
         first_table = self._first_component[index]
-        return {c.name: first_table + k for k, c in enumerate(self._components[index])}
+        return {
+            component.name: first_table + k for k, component in enumerate(self._components[index])
+        }
 
     def layout_entry(self, index: int) -> Tensor:
         """Return the fingerprint of table `index`, see `ComposedStorage.layout_entry`."""
@@ -420,8 +424,8 @@ class ComposedModule(ComposedLookup):
         return [
             {
                 parameter if name == "weight" else view_name(parameter, name): view
-                for parameter, number in self.table_by_parameter(t).items()
-                for name, view in table_views[number].items()
+                for parameter, table in self.table_by_parameter(t).items()
+                for name, view in table_views[table].items()
             }
             for t in range(len(self._slices))
         ]
@@ -464,7 +468,10 @@ class ComposedModule(ComposedLookup):
 
     def extra_repr(self) -> str:
         """Return names and sizes of the tables, and their storage."""
-        sizes = (f"{s.config.name}: {s.config.num_embeddings} x {s.dim}" for s in self._slices)
+        sizes = (
+            f"{table_slice.config.name}: {table_slice.config.num_embeddings} x {table_slice.dim}"
+            for table_slice in self._slices
+        )
         return f"[{', '.join(sizes)}] {self._slices[0].storage}"
 
 
@@ -483,18 +490,20 @@ class ComposedHandle(DenseHandle):
         destination[prefix + LAYOUT] = self._layout.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        unexpected = arguments[-2]
+        unexpected_keys = arguments[-2]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if prefix + LAYOUT in unexpected:
-            unexpected.remove(prefix + LAYOUT)
+        if prefix + LAYOUT in unexpected_keys:
+            unexpected_keys.remove(prefix + LAYOUT)
 
     def _mapping_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str:
         """Return why ids read other rows than in the saved table, as a message; "" if not."""
-        if not any(prefix + name in state_dict for name in self._tables):
+        if not any(prefix + name in state_dict for name in self._table_by_parameter):
             return ""
-        saved = state_dict.get(prefix + LAYOUT)
-        problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)
-        problem = problem or describe_difference(saved, self._layout)
+        saved_layout = state_dict.get(prefix + LAYOUT)
+        problem = (
+            "" if saved_layout is None else state_dicts.tensor_problem(saved_layout, self._layout)
+        )
+        problem = problem or describe_difference(saved_layout, self._layout)
         return f"{prefix}: {problem}" if problem else ""
 
     @property
@@ -517,14 +526,14 @@ def _component_slices(table_slice: TableSlice) -> list[TableSlice]:
         TableSlice(
             replace(
                 config,
-                num_embeddings=rows,
+                num_embeddings=num_rows,
                 embedding_dim=dim,
                 storage=Dense(),
                 weight_init_min=scale * low,
                 weight_init_max=scale * high,
             ),
-            (0, rows),
+            (0, num_rows),
             columns,
         )
-        for _, rows, scale in storage.components(config.num_embeddings)
+        for _, num_rows, scale in storage.components(config.num_embeddings)
     ]

@@ -92,9 +92,9 @@ def component_features(tables: Sequence[ComposedTable], feature_tables: Sequence
     `feature_tables` has the table of each feature. The lookup of components has all features once
     for each row that an id reads.
     """
-    first = first_components(tables)
+    first_component = first_components(tables)
     return [
-        first[t] + tables[t].row_components[k]
+        first_component[t] + tables[t].row_components[k]
         for k in range(len(tables[0].row_components))
         for t in feature_tables
     ]
@@ -129,7 +129,7 @@ class ComposedLookup(nn.Module):
         self.pooling, self.output_dtype = pooling, torch.float32
         self._dims = [tables[t].dim for t in feature_tables]
         # Columns of the components of each feature.
-        self._widths = [tables[t].num_stored_columns for t in feature_tables]
+        self._component_dims = [tables[t].num_stored_columns for t in feature_tables]
         self._mapping_constants = self.features = self.bounds_violations = torch.empty(
             0, device="cpu"
         )
@@ -171,23 +171,27 @@ class ComposedLookup(nn.Module):
 
         `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None for ones.
         """
-        layout, _ = lay_out_bags(self.pooling, self._dims, offsets, batch_sizes, ids.device)
-        offsets = check_bounds(self, ids, offsets, self.features, layout)
+        bag_layout, _ = lay_out_bags(self.pooling, self._dims, offsets, batch_sizes, ids.device)
+        offsets = check_bounds(self, ids, offsets, self.features, bag_layout)
         rows = self._rows_of(ids, offsets, batch_sizes)
-        count = self._rows_per_id
-        all_rows = rows[0] if count == 1 else torch.cat(rows)
-        all_offsets = offsets if count == 1 else _repeat_bags(offsets, count, 0, ids.numel())
-        sizes = None if batch_sizes is None else [*batch_sizes] * count
+        rows_per_id = self._rows_per_id
+        all_rows = rows[0] if rows_per_id == 1 else torch.cat(rows)
+        all_offsets = (
+            offsets if rows_per_id == 1 else _repeat_bags(offsets, rows_per_id, 0, ids.numel())
+        )
+        all_batch_sizes = None if batch_sizes is None else [*batch_sizes] * rows_per_id
         if self._combine_mode is Combine.MULTIPLY:
             out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
-        scales = None if weights is None else torch.cat([weights] * count)
-        if self.pooling is Pooling.MEAN and count > 1 and _may_have_padding(ids):
+        scales = None if weights is None else torch.cat([weights] * rows_per_id)
+        if self.pooling is Pooling.MEAN and rows_per_id > 1 and _may_have_padding(ids):
             # Padding between two blocks would count in the length of the bag before it.
-            sources, all_offsets = _move_padding_first(offsets, count, ids.numel())
+            sources, all_offsets = _move_padding_first(offsets, rows_per_id, ids.numel())
             all_rows = take_or_fill(all_rows, sources, -1)
             scales = None if scales is None else take_or_fill(scales, sources, 0)
-        component_outputs = self.components(all_rows, all_offsets, scales, batch_sizes=sizes)
+        component_outputs = self.components(
+            all_rows, all_offsets, scales, batch_sizes=all_batch_sizes
+        )
         return self._combine(component_outputs, batch_sizes).to(self.output_dtype)
 
     def _rows_of(
@@ -205,10 +209,10 @@ class ComposedLookup(nn.Module):
                 self.features[:1, FeatureColumn.ROWS],
             )
         else:
-            feature = self._features_of(ids, offsets, batch_sizes)
+            feature_of_id = self._features_of(ids, offsets, batch_sizes)
             constants, num_ids = (
-                self._mapping_constants[:, feature],
-                self.features[feature, FeatureColumn.ROWS],
+                self._mapping_constants[:, feature_of_id],
+                self.features[feature_of_id, FeatureColumn.ROWS],
             )
         int64_ids = ids.long()
         is_valid = (int64_ids >= 0) & (int64_ids < num_ids)
@@ -222,36 +226,35 @@ class ComposedLookup(nn.Module):
         if batch_sizes is None:
             # Any number in exported graphs.
             num_bags = (offsets.numel() - 1) // len(self._feature_tables)
-            borders = offsets[num_bags : offsets.numel() - 1 : max(num_bags, 1)]
+            first_offsets = offsets[num_bags : offsets.numel() - 1 : max(num_bags, 1)]
         else:
             bag_counts = [sum(sizes) for sizes in batch_sizes]
-            borders = offsets[list(accumulate(bag_counts))[:-1]]
-        position = torch.arange(ids.numel(), device=ids.device)
-        return torch.bucketize(position, borders.long(), right=True)
+            first_offsets = offsets[list(accumulate(bag_counts))[:-1]]
+        positions = torch.arange(ids.numel(), device=ids.device)
+        return torch.bucketize(positions, first_offsets.long(), right=True)
 
     def _combine(
         self, component_outputs: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
         """Combine the outputs of the components' lookup into one block of rows or bags.
 
-        `component_outputs` is `[B, count * columns]`, `[count * L, dim]` without pooling, or flat
-        with `batch_sizes`, where `count` is the number of rows per id. The result has the same form
-        for a count of 1.
+        `component_outputs` is `[B, rows_per_id * columns]`, `[rows_per_id * L, dim]` without
+        pooling, or flat with `batch_sizes`. The result has the same form with `rows_per_id` of 1.
         """
-        count = self._rows_per_id
+        rows_per_id = self._rows_per_id
         concatenates = self._combine_mode is Combine.CONCATENATE
-        if count == 1:
+        if rows_per_id == 1:
             return (
                 component_outputs
-                if self._widths == self._dims
+                if self._component_dims == self._dims
                 else self._widen(component_outputs, batch_sizes)
             )
         if self.pooling is Pooling.NONE:
-            blocks = component_outputs.view(count, -1, component_outputs.shape[1])
+            blocks = component_outputs.view(rows_per_id, -1, component_outputs.shape[1])
             return blocks.transpose(0, 1).flatten(1) if concatenates else blocks.sum(0)
         if batch_sizes is None:
-            width = component_outputs.shape[1] // count
-            blocks = component_outputs.view(-1, count, width)
+            columns = component_outputs.shape[1] // rows_per_id
+            blocks = component_outputs.view(-1, rows_per_id, columns)
             return self._concatenate_columns(blocks.unbind(1)) if concatenates else blocks.sum(1)
         return self._combine_ranks(component_outputs, batch_sizes)
 
@@ -259,27 +262,36 @@ class ComposedLookup(nn.Module):
         self, component_outputs: Tensor, batch_sizes: Sequence[Sequence[int]]
     ) -> Tensor:
         """Combine the flat outputs of batches that differ in size, rank by rank; see `_combine`."""
-        count, concatenates = self._rows_per_id, self._combine_mode is Combine.CONCATENATE
-        by_rank = list(zip(*batch_sizes, strict=True))
+        rows_per_id, concatenates = self._rows_per_id, self._combine_mode is Combine.CONCATENATE
+        bag_counts_by_rank = list(zip(*batch_sizes, strict=True))
         sizes_by_rank = [
-            [n * width for n, width in zip(bag_counts, self._widths, strict=True)]
-            for bag_counts in by_rank
+            [
+                num_bags * width
+                for num_bags, width in zip(bag_counts, self._component_dims, strict=True)
+            ]
+            for bag_counts in bag_counts_by_rank
         ]
-        rank_outputs = component_outputs.split([count * sum(sizes) for sizes in sizes_by_rank])
-        combined = []
+        rank_outputs = component_outputs.split(
+            [rows_per_id * sum(sizes) for sizes in sizes_by_rank]
+        )
+        combined_outputs = []
         for rank_output, sizes in zip(rank_outputs, sizes_by_rank, strict=True):
-            blocks = rank_output.view(count, -1)
+            blocks = rank_output.view(rows_per_id, -1)
             if not concatenates:
-                combined.append(blocks.sum(0))
+                combined_outputs.append(blocks.sum(0))
                 continue
-            for feature_blocks, width in zip(blocks.split(sizes, 1), self._widths, strict=True):
-                by_bag = feature_blocks.view(count, -1, width).transpose(0, 1)
-                combined.append(by_bag.reshape(-1))
-        return torch.cat(combined)
+            for feature_blocks, width in zip(
+                blocks.split(sizes, 1), self._component_dims, strict=True
+            ):
+                rows_by_bag = feature_blocks.view(rows_per_id, -1, width).transpose(0, 1)
+                combined_outputs.append(rows_by_bag.reshape(-1))
+        return torch.cat(combined_outputs)
 
     def _concatenate_columns(self, blocks: Sequence[Tensor]) -> Tensor:
         """Concatenate the columns of all blocks, feature by feature."""
-        columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
+        columns_by_feature = zip(
+            *(block.split(self._component_dims, 1) for block in blocks), strict=True
+        )
         return torch.cat(
             [columns for feature_columns in columns_by_feature for columns in feature_columns], 1
         )
@@ -288,23 +300,30 @@ class ComposedLookup(nn.Module):
         self, component_outputs: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
         """Append zero columns to each feature, up to the dim of its table."""
-        pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
+        zeros_of_features = [
+            dim - stored_dim
+            for dim, stored_dim in zip(self._dims, self._component_dims, strict=True)
+        ]
         pad = nn.functional.pad
         if self.pooling is Pooling.NONE:
-            return pad(component_outputs, (0, pad_widths[0]))
+            return pad(component_outputs, (0, zeros_of_features[0]))
         if batch_sizes is None:
-            blocks = component_outputs.split(self._widths, 1)
-            padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
-            return torch.cat(padded, 1)
-        counts = [n for rank_sizes in zip(*batch_sizes, strict=True) for n in rank_sizes]
-        block_widths, block_pads = (
-            list(widths) * len(batch_sizes[0]) for widths in (self._widths, pad_widths)
+            blocks = zip(
+                component_outputs.split(self._component_dims, 1), zeros_of_features, strict=True
+            )
+            return torch.cat([pad(block, (0, num_zeros)) for block, num_zeros in blocks], 1)
+        bag_counts = [count for counts in zip(*batch_sizes, strict=True) for count in counts]
+        block_dims, block_zeros = (
+            list(values) * len(batch_sizes[0])
+            for values in (self._component_dims, zeros_of_features)
         )
-        blocks = component_outputs.split(
-            [n * width for n, width in zip(counts, block_widths, strict=True)]
+        block_sizes = [count * dim for count, dim in zip(bag_counts, block_dims, strict=True)]
+        rank_blocks = zip(
+            component_outputs.split(block_sizes), block_dims, block_zeros, strict=True
         )
-        sizes = zip(blocks, block_widths, block_pads, strict=True)
-        return torch.cat([pad(b.view(-1, width), (0, zeros)).view(-1) for b, width, zeros in sizes])
+        return torch.cat(
+            [pad(block.view(-1, dim), (0, zeros)).view(-1) for block, dim, zeros in rank_blocks]
+        )
 
     def _multiply_and_pool(
         self,
@@ -318,10 +337,10 @@ class ComposedLookup(nn.Module):
 
         Pooling NONE returns the products, and raises ValueError for weights.
         """
-        sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
+        all_batch_sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
         updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
         look_up = autograd.with_values(self.components) if updates_only else self.components
-        component_outputs = look_up(rows, all_offsets, None, batch_sizes=sizes).float()
+        component_outputs = look_up(rows, all_offsets, None, batch_sizes=all_batch_sizes).float()
         first_rows, second_rows = component_outputs.view(
             self._rows_per_id, -1, component_outputs.shape[1]
         )
@@ -334,8 +353,8 @@ class ComposedLookup(nn.Module):
             return products
         if weights is not None:
             # A skipped id adds nothing, whatever its weight is: 0 * NaN would be NaN.
-            skipped = rows[: weights.numel()] == -1
-            products = products * weights.masked_fill(skipped, 0.0)[:, None]
+            is_skipped = rows[: weights.numel()] == -1
+            products = products * weights.masked_fill(is_skipped, 0.0)[:, None]
         dim = products.shape[1]
         bags = torch.segment_reduce(
             products, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
@@ -344,10 +363,14 @@ class ComposedLookup(nn.Module):
             bags = bags / offsets.diff().clamp(min=1)[:, None]
         if batch_sizes is None:
             return bags.view(len(self._feature_tables), -1, dim).transpose(0, 1).flatten(1)
-        blocks = iter(bags.split([n for rank_sizes in batch_sizes for n in rank_sizes]))
-        by_feature = [[next(blocks) for _ in rank_sizes] for rank_sizes in batch_sizes]
-        in_order = [block for rank_blocks in zip(*by_feature, strict=True) for block in rank_blocks]
-        return torch.cat(in_order).view(-1)
+        blocks = iter(
+            bags.split([num_bags for rank_sizes in batch_sizes for num_bags in rank_sizes])
+        )
+        blocks_by_feature = [[next(blocks) for _ in rank_sizes] for rank_sizes in batch_sizes]
+        rank_major_blocks = [
+            block for rank_blocks in zip(*blocks_by_feature, strict=True) for block in rank_blocks
+        ]
+        return torch.cat(rank_major_blocks).view(-1)
 
 
 def _repeat_bags(offsets: Tensor, count: int, begin: Tensor | int, num_ids: Tensor | int) -> Tensor:
@@ -356,10 +379,10 @@ def _repeat_bags(offsets: Tensor, count: int, begin: Tensor | int, num_ids: Tens
     Block k has the bags of `offsets` `[bags + 1]`, `begin + k * num_ids` positions later; its last
     bag ends where the first bag of the next block begins.
     """
-    blocks = [
+    offsets_of_blocks = [
         offsets[: None if k + 1 == count else -1] + (begin + k * num_ids) for k in range(count)
     ]
-    return torch.cat(blocks)
+    return torch.cat(offsets_of_blocks)
 
 
 def _may_have_padding(ids: Tensor) -> bool:
@@ -376,9 +399,9 @@ def _move_padding_first(offsets: Tensor, count: int, num_ids: int) -> tuple[Tens
         int64 `[count * num_ids]`, the source of each lookup, -1 for padding; and the offsets of the
         bags of all blocks.
     """
-    padding = offsets[:1]
-    positions = torch.arange(count * num_ids, device=offsets.device) - count * padding
-    block = positions // (num_ids - padding).clamp(min=1)
-    sources = torch.where(positions >= 0, positions + padding * (block + 1), -1)
-    moved_offsets = _repeat_bags(offsets, count, (count - 1) * padding, num_ids - padding)
+    num_padding = offsets[:1]
+    positions = torch.arange(count * num_ids, device=offsets.device) - count * num_padding
+    block_number = positions // (num_ids - num_padding).clamp(min=1)
+    sources = torch.where(positions >= 0, positions + num_padding * (block_number + 1), -1)
+    moved_offsets = _repeat_bags(offsets, count, (count - 1) * num_padding, num_ids - num_padding)
     return sources, moved_offsets

@@ -114,8 +114,8 @@ class Dense(Storage):
         # A sparse gradient is a matrix, so its tables must be equally wide.
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         dim = table_slice.dim if is_sparse or pooling is Pooling.NONE else 0
-        cached = (self.placement.cached, self.cache)
-        return ("dense", precision_of(table_slice), optimizer, cached, dim)
+        cache_rule = (self.placement.cached, self.cache)
+        return ("dense", precision_of(table_slice), optimizer, cache_rule, dim)
 
     def make_module(
         self,
@@ -155,17 +155,25 @@ class Dense(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
         """Return the bytes of rows and optimizer states in their memory, and of the cache."""
-        weights = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
+        weight_bytes = (
+            table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
+        )
         itemsize = table_slice.config.data_type.itemsize
-        table = weights + state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
+        table_bytes = weight_bytes + state_bytes(
+            optimizer, table_slice.num_rows, table_slice.dim, itemsize
+        )
         if not self.placement.cached:
-            in_host_memory = self.placement is Placement.MANAGED and device == "cuda"
-            return MemoryBytes(0, table) if in_host_memory else MemoryBytes(table)
-        cache = self._cache_bytes(table_slice, optimizer)
+            is_in_host_memory = self.placement is Placement.MANAGED and device == "cuda"
+            return MemoryBytes(0, table_bytes) if is_in_host_memory else MemoryBytes(table_bytes)
+        cache_bytes = self._cache_bytes(table_slice, optimizer)
         if self.placement is Placement.DISK:
-            return MemoryBytes(cache, 0, table)
+            return MemoryBytes(cache_bytes, 0, table_bytes)
         # On the CPU the table is in the same memory as its cache.
-        return MemoryBytes(cache, table) if device == "cuda" else MemoryBytes(cache + table)
+        return (
+            MemoryBytes(cache_bytes, table_bytes)
+            if device == "cuda"
+            else MemoryBytes(cache_bytes + table_bytes)
+        )
 
     def _cache_bytes(self, table_slice: TableSlice, optimizer: Optimizer | None) -> int:
         """Return the device bytes of a cache that only this table uses.
@@ -175,12 +183,12 @@ class Dense(Storage):
         cache = self.cache or CacheConfig()
         dtype = cache.dtype or table_slice.config.data_type
         stride = cache_stride(table_slice.dim)
-        states = state_bytes(optimizer, 1, stride, dtype.itemsize)
-        bytes_per_slot = TAG_AND_STAMP_BYTES + stride * dtype.itemsize + states
+        bytes_of_states = state_bytes(optimizer, 1, stride, dtype.itemsize)
+        bytes_per_slot = TAG_AND_STAMP_BYTES + stride * dtype.itemsize + bytes_of_states
         has_counts = cache.policy is CachePolicy.LFU
-        counts = table_slice.num_rows * torch.int32.itemsize if has_counts else 0
-        rows = cached_rows(self, table_slice.num_rows)
-        return rows * bytes_per_slot + rows // WAYS * _CONFLICT_BYTES + counts
+        bytes_of_counts = table_slice.num_rows * torch.int32.itemsize if has_counts else 0
+        num_slots = num_cached_rows(self, table_slice.num_rows)
+        return num_slots * bytes_per_slot + num_slots // WAYS * _CONFLICT_BYTES + bytes_of_counts
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, times: RowTimes
@@ -214,13 +222,13 @@ class Dense(Storage):
         """Return the nanoseconds per id to read and write memory other than the device's."""
         if self.placement in (Placement.DEVICE, Placement.HOST):
             return 0.0
-        on_disk = self.placement is Placement.DISK
-        if not on_disk and times.device != "cuda":
+        is_on_disk = self.placement is Placement.DISK
+        if not is_on_disk and times.device != "cuda":
             return 0.0
         costs = times.costs
-        rate = float(costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s)
+        bytes_per_s = float(costs.disk_bytes_per_s if is_on_disk else costs.host_bytes_per_s)
         if self.placement is Placement.MANAGED:
-            return (bytes_read + bytes_written) / rate / _S_PER_NS
+            return (bytes_read + bytes_written) / bytes_per_s / _S_PER_NS
         # Behind a cache the lookup makes all transfers; an update, which writes rows, makes none.
         if bytes_written:
             return 0.0
@@ -228,17 +236,17 @@ class Dense(Storage):
         cached_share = cache.sets * WAYS / table_slice.num_rows if cache.sets else cache.load_factor
         bytes_per_row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         # A miss reads one row and writes an evicted one back.
-        return max(0.0, 1.0 - cached_share) * 2 * bytes_per_row / rate / _S_PER_NS
+        return max(0.0, 1.0 - cached_share) * 2 * bytes_per_row / bytes_per_s / _S_PER_NS
 
 
-def cached_rows(storage: Dense, rows: int) -> int:
+def num_cached_rows(storage: Dense, num_rows: int) -> int:
     """Return the number of rows in a cache that only one table uses, a multiple of 32.
 
     The number of sets is that of `row_cache.number_of_sets`, if the memory is not the limit.
     """
     cache = storage.cache or CacheConfig()
-    sets = cache.sets or math.ceil(cache.load_factor * rows / WAYS)
-    return max(min(sets, rows), 1) * WAYS
+    num_sets = cache.sets or math.ceil(cache.load_factor * num_rows / WAYS)
+    return max(min(num_sets, num_rows), 1) * WAYS
 
 
 def view_name(parameter: str, state: str) -> str:
@@ -247,16 +255,16 @@ def view_name(parameter: str, state: str) -> str:
 
 
 def _check_optimizer(slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
-    off_device = {
+    placement_by_table = {
         table_slice.config.name: str(spec.placement)
         for table_slice in slices
         if (spec := table_slice.spec).placement not in (Placement.DEVICE, Placement.HOST)
     }
-    if off_device and not autograd.is_fused(optimizer):
+    if placement_by_table and not autograd.is_fused(optimizer):
         raise ValueError(
             "tables outside the device are updated by emblib, which knows their cache, but "
-            f"{format_config(optimizer)} leaves gradients to others; such tables are {off_device}: "
-            "give the collection or these tables one of emblib.optim, e.g. "
+            f"{format_config(optimizer)} leaves gradients to others; such tables are "
+            f"{placement_by_table}: give the collection or these tables one of emblib.optim, e.g. "
             "optimizer=optim.SGD(lr=0.1)"
         )
 
@@ -297,7 +305,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         self.parameter_class = parameters.TableParameter  # of the views, one per table
         with torch._C.DisableTorchFunctionSubclass():
             self.register_buffer("weights", weights.detach(), persistent=False)
-        self._offsets = [
+        self._weight_offsets = [
             autograd.WeightOffset(
                 table_offset.weight_offset,
                 table_offset.row_base,
@@ -351,7 +359,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         return list(zip(features, self.table_parameters, strict=True))
 
     def _gradient_parameters(self) -> tuple[list[Any], list[autograd.WeightOffset]]:
-        return self.table_parameters, self._offsets
+        return self.table_parameters, self._weight_offsets
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's handles set its parameters, in `bind`.
@@ -365,25 +373,25 @@ class DenseHandle(TableHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to table `index` of `module`, which has one or more parameters."""
-        self._tables: dict[str, int] = module.table_by_parameter(index)
-        super().attach(module.dense, next(iter(self._tables.values())))
+        self._table_by_parameter: dict[str, int] = module.table_by_parameter(index)
+        super().attach(module.dense, next(iter(self._table_by_parameter.values())))
 
     def bind(self) -> None:
         """Make the parameters views of the module's memory."""
         module = self.module
-        for name, number in self._tables.items():
-            bind_view(self, name, module.view_of(number)["weight"], module.optimizer)
-            module.table_parameters[number] = getattr(self, name)
+        for name, table in self._table_by_parameter.items():
+            bind_view(self, name, module.view_of(table)["weight"], module.optimizer)
+            module.table_parameters[table] = getattr(self, name)
 
     def is_trained(self, name: str) -> bool:
         """Return whether the table of a parameter is trained; False if it is frozen."""
-        return self._tables[name] not in self.module.frozen_tables
+        return self._table_by_parameter[name] not in self.module.frozen_tables
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table of a parameter, with any optimizer."""
-        for name, number in self._tables.items():
+        for name, table in self._table_by_parameter.items():
             if self._parameters.get(name) is parameter:
-                self.module.set_table_trained(number, trained=trained)
+                self.module.set_table_trained(table, trained=trained)
 
     def before_read(self) -> None:
         """Write the rows in the cache back; prefetched batches stay valid."""
@@ -396,7 +404,7 @@ class DenseHandle(TableHandle):
             RuntimeError: the table is on disk, where a write must be committed as a whole.
         """
         tables = self.module.tables
-        if any(tables[t].placement is Placement.DISK for t in self._tables.values()):
+        if any(tables[t].placement is Placement.DISK for t in self._table_by_parameter.values()):
             raise RuntimeError(
                 f"table {self.name!r} is on disk, where writes are committed: load a state dict "
                 "instead of writing its parameter"
@@ -409,8 +417,8 @@ class DenseHandle(TableHandle):
         module.flush_and_empty()
         return {
             parameter if name == "weight" else view_name(parameter, name): view
-            for parameter, number in self._tables.items()
-            for name, view in module.view_of(number).items()
+            for parameter, table in self._table_by_parameter.items()
+            for name, view in module.view_of(table).items()
         }
 
     def commit(self) -> None:
@@ -424,9 +432,9 @@ class DenseHandle(TableHandle):
         """
         views = other.views()
         with self.module.overwriting():
-            for name, number in self._tables.items():
-                self.module.view_of(number)["weight"].copy_(views[name])
-        for name in self._tables:
+            for name, table in self._table_by_parameter.items():
+                self.module.view_of(table)["weight"].copy_(views[name])
+        for name in self._table_by_parameter:
             parameter = other.get_parameter(name)
             parameter.grad = None
             self._parameters[name] = parameter

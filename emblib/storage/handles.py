@@ -231,13 +231,13 @@ def register_with_optimizer(
     torch set.
     """
     _handles[parameter] = weakref.ref(handle)
-    marked: Any = parameter
+    any_parameter: Any = parameter
     if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them
-        marked._in_backward_optimizers = [optimizer]
-        for name in _TORCH_OPTIMIZER_ATTRIBUTES & marked.__dict__.keys():
-            delattr(marked, name)
-    elif hasattr(marked, "_in_backward_optimizers") and not is_marked_by_torch(parameter):
-        del marked._in_backward_optimizers
+        any_parameter._in_backward_optimizers = [optimizer]
+        for name in _TORCH_OPTIMIZER_ATTRIBUTES & any_parameter.__dict__.keys():
+            delattr(any_parameter, name)
+    elif hasattr(any_parameter, "_in_backward_optimizers") and not is_marked_by_torch(parameter):
+        del any_parameter._in_backward_optimizers
 
 
 def is_marked_by_torch(parameter: nn.Parameter) -> bool:

@@ -150,12 +150,12 @@ class Hash(Storage):
 
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns, or of a fraction of a fallback row."""
-        count = 1 if table_slice.key_block is None else table_slice.key_block[1]
-        if not self.can_divide(count):
+        num_shards = 1 if table_slice.key_block is None else table_slice.key_block[1]
+        if not self.can_divide(num_shards):
             raise ValueError(
                 f"every fallback row of a table is used by one of its shards: fallback_rows of "
-                f"{table_slice.config.name!r} must be a multiple of their number, {count}, got "
-                f"{self.fallback_rows}"
+                f"{table_slice.config.name!r} must be a multiple of their number, "
+                f"{num_shards}, got {self.fallback_rows}"
             )
         if not table_slice.has_all_columns:
             raise ValueError(
@@ -332,10 +332,10 @@ class Hash(Storage):
         assert isinstance(target, HashHandle)
         block_number, num_blocks = key_block or (0, 1)
         entries = table_entries(source.module, source.index)
-        in_block = (keys.owner(entries.keys, num_blocks) == block_number).nonzero().view(-1)
-        set_table_entries(target.module, target.index, entries.take(in_block))
-        rows = fallback.rows_of(source.module.state, source.index)
-        fallback.write_rows(target.module.state, target.index, rows)
+        positions = (keys.owner(entries.keys, num_blocks) == block_number).nonzero().view(-1)
+        set_table_entries(target.module, target.index, entries.take(positions))
+        fallback_rows = fallback.rows_of(source.module.state, source.index)
+        fallback.write_rows(target.module.state, target.index, fallback_rows)
         target.module.index.set_tick(source.module.index.tick)
         target.module.state.copy_policy_state(
             target.index,
@@ -360,13 +360,13 @@ class Hash(Storage):
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
         num_extra_stamps = len(spec.lifetimes) - 1  # with a ttl per feature
-        index = spec.rows * (
+        index_bytes = spec.rows * (
             bytes_per_slot(spec.eviction.order, device) + num_extra_stamps * _WORD_BYTES
         )
         num_rows = spec.rows + spec.fallback_rows
-        states = state_bytes(optimizer, num_rows, spec.dim, itemsize)
-        values = num_rows * spec.dim * itemsize + states
-        device_bytes = index + values + _counter_bytes(spec.admission, device)
+        bytes_of_states = state_bytes(optimizer, num_rows, spec.dim, itemsize)
+        value_bytes = num_rows * spec.dim * itemsize + bytes_of_states
+        device_bytes = index_bytes + value_bytes + _counter_bytes(spec.admission, device)
         if self.backing is None:
             return MemoryBytes(device_bytes)
         bytes_per_row = spec.dim * itemsize + state_bytes(optimizer, 1, spec.dim, itemsize)
@@ -519,7 +519,9 @@ class HashHandle(TableHandle):
         hash_key = other.module.index.hash_key(other.index)
         set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
         fallback_rows = fallback.rows_of(other.module.state, other.index)
-        fallback_rows = {k: v for k, v in fallback_rows.items() if k in ("keys", "weight")}
+        fallback_rows = {
+            name: tensor for name, tensor in fallback_rows.items() if name in ("keys", "weight")
+        }
         fallback.write_rows(module.state, self.index, fallback_rows)
         module.state.copy_policy_state(
             self.index,
@@ -559,7 +561,7 @@ class HashHandle(TableHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace all keys, with their rows, states and scores; on meta, load nothing."""
-        _, _, missing_keys, unexpected, errors = arguments
+        _, _, missing_keys, unexpected_keys, errors = arguments
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         if self._refuses_load_on_meta(state_dict, prefix, errors):
@@ -568,10 +570,10 @@ class HashHandle(TableHandle):
             missing_keys.append(f"{prefix}keys")
             return
         module: DynamicEmbeddingBags = self.module
-        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        entries = state_dicts.entries_under(prefix, state_dict)
         missing_names, unexpected_names = self.compare_names(entries)
         missing_keys.extend(prefix + key for key in sorted(missing_names))
-        unexpected.extend(prefix + key for key in sorted(unexpected_names))
+        unexpected_keys.extend(prefix + key for key in sorted(unexpected_names))
         try:
             module.load_state_dict(self._state_of_module(entries), strict=False)
         except RuntimeError as error:
@@ -591,20 +593,18 @@ class HashHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
         if not self._is_placeholder:
-            saved = {
-                k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
-            }
-            state = self._state_of_module(saved)
-            table = f"{self.module.table_names[self.index]}."
+            entries = state_dicts.entries_under(prefix, state_dict)
+            state = self._state_of_module(entries)
+            table_prefix = f"{self.module.table_names[self.index]}."
             for problem in state_dicts.find_problems(self.module, state, ""):
-                yield prefix + problem.removeprefix(table)
+                yield prefix + problem.removeprefix(table_prefix)
 
     def _state_of_module(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of this table under the keys of the module's state dict."""
         child_names = child_state(self.module).keys()
-        table = f"{self.module.table_names[self.index]}."
+        table_prefix = f"{self.module.table_names[self.index]}."
         return {
-            key if key == "clock" or key in child_names else table + key: entries[key]
+            key if key == "clock" or key in child_names else table_prefix + key: entries[key]
             for key in entries.keys() & (self._entry_names() | child_names)
         }
 
@@ -630,6 +630,6 @@ class HashHandle(TableHandle):
     def _entry_names(self) -> set[str]:
         """Return the names of the handle's state dict entries, without those of children."""
         module: DynamicEmbeddingBags = self.module
-        table = f"{module.table_names[self.index]}."
-        names = {key for key in state_names(module.state) if key.startswith(table)}
-        return {"clock", *(key.removeprefix(table) for key in names)}
+        table_prefix = f"{module.table_names[self.index]}."
+        names = {key for key in state_names(module.state) if key.startswith(table_prefix)}
+        return {"clock", *(key.removeprefix(table_prefix) for key in names)}

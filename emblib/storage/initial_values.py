@@ -118,10 +118,17 @@ def _rows_of_block(config: TableDescription) -> int:
 
 def _seeded_blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
     """Yield (rows of the table, seed) of each block that a slice overlaps."""
-    block_rows, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
-    for number in range(table_slice.rows[0] // block_rows, -(-table_slice.rows[1] // block_rows)):
-        block_seed = (seed + number * _SEED_FACTOR) % (2**63 - 1)
-        yield range(number * block_rows, min((number + 1) * block_rows, rows)), block_seed
+    rows_per_block, num_rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
+    for block_number in range(
+        table_slice.rows[0] // rows_per_block, -(-table_slice.rows[1] // rows_per_block)
+    ):
+        block_seed = (seed + block_number * _SEED_FACTOR) % (2**63 - 1)
+        yield (
+            range(
+                block_number * rows_per_block, min((block_number + 1) * rows_per_block, num_rows)
+            ),
+            block_seed,
+        )
 
 
 def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:

@@ -239,7 +239,7 @@ class QuantizedHandle(TableHandle):
             return
         if self._refuses_load_on_meta(state_dict, prefix, errors):
             return
-        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        entries = state_dicts.entries_under(prefix, state_dict)
         views = self.views()
         if set(entries) == {"weight"}:
             self.module.write_rows(self.index, entries["weight"])
@@ -253,7 +253,7 @@ class QuantizedHandle(TableHandle):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
-        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        entries = state_dicts.entries_under(prefix, state_dict)
         spec, float_tensor = self.module.tables[self.index], torch.empty(0, device="cpu")
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)

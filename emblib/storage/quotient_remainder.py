@@ -108,11 +108,11 @@ class QuotientRemainder(ComposedStorage):
         return (0, 1)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
-        """Return the tables `quotients` and `remainders`; rows that are added start smaller."""
+        """Return the tables `num_quotients` and `remainders`; rows that are added start smaller."""
         scale = math.sqrt(0.5) if self.combine is Combine.ADD else 1.0
-        quotients = -(-num_embeddings // self.divisor)
+        num_quotients = -(-num_embeddings // self.divisor)
         return (
-            Component("quotients", quotients, scale),
+            Component("quotients", num_quotients, scale),
             Component("remainders", self.divisor, scale),
         )
 

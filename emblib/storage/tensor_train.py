@@ -338,17 +338,17 @@ class TensorTrain(Storage):
 
         A slice of a table with a cache is the whole table; its stored rows are copied too.
         """
-        views, targets = source.views(), target.views()
+        source_views, target_views = source.views(), target.views()
         if self.cache is not None:
             target.load_state_dict(source.state_dict())
-            targets = {k: v for k, v in targets.items() if not k.startswith("cache.")}
+            target_views = {k: v for k, v in target_views.items() if not k.startswith("cache.")}
         # `cores.0`, `cores.1`, ... and the states `<state>.0`, ... are cut alike.
-        stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
+        stems = {name.rsplit(".", 1)[0] for name in target_views.keys() & source_views.keys()}
         for stem in stems:
-            names = sorted(name for name in targets if name.rsplit(".", 1)[0] == stem)
-            values = self.cores_of(table_slice, [views[name] for name in names])
+            names = sorted(name for name in target_views if name.rsplit(".", 1)[0] == stem)
+            values = self.cores_of(table_slice, [source_views[name] for name in names])
             for name, value in zip(names, values, strict=True):
-                targets[name].copy_(value)
+                target_views[name].copy_(value)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the cores: slices have a region of core 0, and every other core in full."""
@@ -374,8 +374,8 @@ class TensorTrain(Storage):
         """Return `<state>.<k>` for each state of `cores.<k>`; the cache saves its own states."""
         if parameter == "cache.weight":
             return {}
-        number = parameter.rpartition(".")[2]
-        return {state.name: f"{state.name}.{number}" for state in optimizer.states}
+        core_number = parameter.rpartition(".")[2]
+        return {state.name: f"{state.name}.{core_number}" for state in optimizer.states}
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
         """Return the layout of the tensor train, see `emblib.tt.layout_entry`."""
@@ -384,8 +384,10 @@ class TensorTrain(Storage):
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
         """Raise ValueError for cores of another tensor train."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
-            expected = layout_entry.from_spec(table.spec())
-            problem = layout_entry.describe_difference(entries.get(layout_entry.NAME), expected)
+            expected_layout = layout_entry.from_spec(table.spec())
+            problem = layout_entry.describe_difference(
+                entries.get(layout_entry.NAME), expected_layout
+            )
             if problem:
                 raise ValueError(f"{table.name}.cores: {problem}")
 
@@ -434,24 +436,24 @@ class TensorTrain(Storage):
         return float(ids * ns_per_row + compute_ns)
 
 
-def _complete_factors(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Replace a factor of -1 by the smallest one for which the product is at least `size`."""
+def _complete_factors(factors: tuple[int, ...], minimum_product: int) -> tuple[int, ...]:
+    """Replace a factor of -1 by the smallest with a product of at least `minimum_product`."""
     if -1 not in factors:
         return factors
     given_product = math.prod(abs(factor) for factor in factors)
-    missing_factor = -(-size // max(given_product, 1))
+    missing_factor = -(-minimum_product // max(given_product, 1))
     return tuple(missing_factor if factor == -1 else factor for factor in factors)
 
 
 def multiply_adds(spec: TTSpec) -> float:
     """Return the multiply-adds to compute one row from left to right, core after core."""
-    ranks, total, width = spec.full_ranks, 0, spec.dim_factors[0]
+    ranks, num_multiply_adds, width = spec.full_ranks, 0, spec.dim_factors[0]
     for k in range(1, len(spec.dim_factors)):
-        total += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]
+        num_multiply_adds += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]
         width *= spec.dim_factors[k]
-    return float(total)
+    return float(num_multiply_adds)
 
 
-def _num_distinct_rows(ids: float, rows: int) -> float:
+def _num_distinct_rows(ids: float, num_rows: int) -> float:
     """Return the expected number of distinct rows among uniform ids."""
-    return rows * -math.expm1(-ids / rows)
+    return num_rows * -math.expm1(-ids / num_rows)

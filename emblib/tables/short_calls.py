@@ -170,7 +170,7 @@ class ShortCalls:
 
     Args:
         module: module of the tables.
-        tiers: function that returns the memory of the module.
+        get_tiers: function that returns the memory of the module.
 
     Attributes:
         can_serve_tables: whether the tables and the optimizer allow short calls; if not, only

@@ -223,6 +223,11 @@ def loadable_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     }
 
 
+def entries_under(prefix: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a state dict whose keys begin with `prefix`, without it."""
+    return {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+
+
 def check_keys(expected: Iterable[str], state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
     expected_keys = set(expected)
