@@ -5,7 +5,8 @@
 // computed from one 64-bit hash of the key, called `full_hash`. A slot has a tag of one byte and an
 // entry of two or three words: key, stamp (the clock at the last use) and, for some orders, a
 // score. The tag is 0 if the slot is empty, otherwise 1 to 255 (tag_of). So no key value is
-// reserved to mark empty slots. The row of a key has the number of its slot.
+// reserved to mark empty slots. The row of a key has the number of its slot. `way` is the number of
+// a slot in its bucket, 0 to 31.
 //
 // Buckets are addressed as in linear hashing (Litwin, 1980). A table may have any number of buckets
 // and grows by splitting one bucket at a time. A new bucket receives entries of one old bucket
@@ -31,7 +32,7 @@ inline constexpr uint8_t kEmptyTag = 0;
 // the second bucket is not read. Source: simulated, reports/LOG.md, "Dynamic tables".
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
-inline constexpr int64_t kLoadUnits = 1024;  // units of HashTableColumn::kMaxLoad in a full table
+inline constexpr int64_t kLoadUnits = 1024;  // HashTableColumn::kMaxLoad of a full table
 // The number of misses per bucket that may choose in round 0 of an insertion, see max_choosers.
 // Source: hit rates of emulated streams, reports/LOG.md, "Gradients that are views, and the rest of
 // the list for CUDA kernels".
@@ -44,8 +45,10 @@ enum class HashTableColumn : int {
   kBuckets,      // buckets in use
   kMaxBuckets,   // buckets up to which the table may grow; it has memory for at least as many
   kSize,         // keys in the table
-  kMaxLoad,      // occupied slots above which the table grows, in 1/kLoadUnits of its slots
-  kHashKey       // random number that the hash of the table's keys depends on
+  // The load to which a level of buckets is filled before they are split, see wanted_buckets: keys
+  // per kLoadUnits slots.
+  kMaxLoad,
+  kHashKey  // random number that the hash of the table's keys depends on
 };
 
 inline constexpr int kHashTableColumns = static_cast<int>(HashTableColumn::kHashKey) + 1;
@@ -162,22 +165,23 @@ EMB_HD int64_t max_choosers(int64_t buckets, int round) {
 // limit they would fill some buckets while others stay empty.
 EMB_HD int slots_per_round(int usable_slots) { return (usable_slots + 1) / 2; }
 
-// Return how many buckets a table with `buckets` <= `max_buckets` buckets should have for `keys`
-// keys: at least `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad.
+// Return how many buckets a table with `buckets` buckets should have for `num_keys` keys: at least
+// `buckets`, at most `max_buckets`. `max_load` is HashTableColumn::kMaxLoad.
 //
 // A bucket that is not split yet receives twice as many keys as a split bucket. If buckets were
 // added at the rate of keys, the unsplit buckets would be full long before the table is. So tables
-// grow by levels, powers of two of buckets. Once the buckets of a level are filled to `load`, all
-// of them are split while the keys grow by a quarter. Then no bucket is split until the next level,
-// twice as many buckets, is filled to `load`. The last level ends at `max_buckets`.
-EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
+// grow by levels, powers of two of buckets. Once the buckets of a level are filled to `max_load`,
+// all of them are split while the keys grow by a quarter. Then no bucket is split until the next
+// level, twice as many buckets, is filled to `max_load`. The last level ends at `max_buckets`.
+EMB_HD int64_t wanted_buckets(int64_t num_keys, int64_t buckets, int64_t max_buckets,
+                              int64_t max_load) {
   // Numbers of keys are in units of 1/kLoadUnits: keys per bucket at this load, and the keys that
   // exceed the load of the level.
-  const int64_t bucket_keys = kBucketSlots * load;
+  const int64_t bucket_keys = kBucketSlots * max_load;
   int64_t level = 1;
-  while (4 * level <= max_buckets && 2 * level * bucket_keys < keys * kLoadUnits) level *= 2;
+  while (4 * level <= max_buckets && 2 * level * bucket_keys < num_keys * kLoadUnits) level *= 2;
   const int64_t next_level = 4 * level <= max_buckets ? 2 * level : max_buckets;
-  const int64_t excess_keys = keys * kLoadUnits - level * bucket_keys;
+  const int64_t excess_keys = num_keys * kLoadUnits - level * bucket_keys;
   const int64_t num_splits =
       excess_keys > 0 ? (4 * excess_keys + bucket_keys - 1) / bucket_keys : 0;
   const int64_t wanted = level + num_splits < next_level ? level + num_splits : next_level;
@@ -218,11 +222,11 @@ inline constexpr uint8_t kUnknownAssignable = 255;
 // changes no result, and an empty queue (all zeros) is valid for any bucket. insert_kernels.cpp
 // describes its use.
 //
-// An element refers to an entry. Its low five bits are the number of the entry's slot in the
-// bucket, called `way`, and its high three bits are an *age code*. The *known rank* of an element
-// is the rank that the entry had when the element was added. The *time* of an element is
-// `sorted_at` for age code 0, and sorted_at + ages[c - 1] for age code c. It is at least the stamp
-// that the entry had when the element was added. These always hold:
+// An element refers to an entry. Its low five bits are the `way` of the entry's slot, and its high
+// three bits are an *age code*. The *known rank* of an element is the rank that the entry had when
+// the element was added. The *time* of an element is `sorted_at` for age code 0, and sorted_at +
+// ages[c - 1] for age code c. It is at least the stamp that the entry had when the element was
+// added. These always hold:
 //   - Known ranks ascend in the queue. Entries without an element rank above the last known rank.
 //   - An entry whose stamp is at most the time of its element has the known rank. Any other entry
 //     has been used since, and ranks at least as high.
@@ -255,7 +259,7 @@ struct HashTouch {
   HashOrder order;
   int64_t stamp;          // the clock of the batch
   int64_t batch_score;    // the new score, if the caller assigns scores
-  const int64_t* counts;  // uses of the key at each position of the call; null for 1 each
+  const int64_t* counts;  // [n] for the n keys of the call: uses of each; null for 1 each
   EvictionQueue* queues;  // by bucket of the table; null if the index has none
 };
 
@@ -269,9 +273,9 @@ struct HashInsertion {
   int64_t batch_score;  // the score of new entries, if the caller assigns scores
   const int64_t* ids;   // keys, the missing ones among them
   const int64_t* first_positions;  // an index of the key in `ids`
-  const int64_t* totals;           // uses of the key, in the batch and before
-  int64_t* slots;                  // output: the slot of the key; the caller writes kNoSlot before
-  uint8_t* status;                 // output: InsertStatus; the caller writes kMiss before
+  const int64_t* totals;  // uses of the key in the batch, plus those that a store has recorded
+  int64_t* slots;         // output: the slot of the key; the caller writes kNoSlot before
+  uint8_t* status;        // output: InsertStatus; the caller writes kMiss before
   // Output, three words each: key, stamp and score of the evicted entry, written if the status is
   // kEvicting. Null if not wanted.
   int64_t* evicted;
@@ -311,8 +315,9 @@ struct RowBuffer {
 // The functions of find_kernels.cpp for one instruction set.
 struct HashFindKernels {
   // Write the slot of each of n keys to `slots` [n], -1 if the table does not have the key. Return
-  // the number of hits. If `touch` is not null, update the entries of hits, and empty the eviction
-  // queues of buckets in which the rank of an entry falls. Several threads may call this at once.
+  // the number of hits, counting repeated keys. If `touch` is not null, update the entries of hits,
+  // and empty the eviction queues of buckets in which the rank of an entry falls. Several threads
+  // may call this at once for one table.
   int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
   // Correct `slots` [n] after entries have moved: find each key again that is no longer in its
@@ -342,9 +347,9 @@ struct HashInsertKernels {
                 int64_t begin, int64_t end);
 };
 
-// Return the random number for the hashes of the scratch tables that list misses. It is drawn once
-// per process, so that an adversary cannot choose keys that have the same cells. It affects the
-// cells of keys in scratch tables, but no result.
+// Return the random number for the hashes of the scratch tables that list misses (MissSet in
+// hash_cpu.cpp, KeyCells in misses.cuh). It is drawn once per process, so that an adversary cannot
+// choose keys that have the same cells. It affects no result.
 inline uint64_t batch_hash_key() {
   static const uint64_t key = [] {
     std::random_device source;

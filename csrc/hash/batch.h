@@ -29,8 +29,8 @@ inline constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced f
 // The maximum number of positions of a table, as a multiple of the average number per thread.
 inline constexpr int64_t kMaxImbalance = 4;
 
-// Copy `offsets` [num_bags + 1] to `int32_offsets`. Return whether the offsets ascend from 0 to n.
-// If they do not, the copy is unspecified.
+// Copy `offsets` [num_bags + 1] to `int32_offsets` [num_bags + 1]. Return whether the offsets
+// ascend from 0 to n. If they do not, the copy is unspecified.
 template <class I>
 bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_offsets) {
   int64_t sign_bits = 0;  // negative if an offset is negative or less than the previous one
@@ -59,15 +59,15 @@ struct HashBatchCall {
   bool must_compete;  // see parse_must_compete
   FeatureBags bags;
   const Feature* features;  // [F]
-  int64_t n, num_bags;
-  Tensor offsets;          // int32 [num_bags + 1], a copy of the offsets of the call
-  Tensor starts;           // int64 [F + 1], the first position of each feature, then n
-  Tensor miss_offsets;     // int64 [T + 1], see Misses; 0 until MissingKeys writes it
-  Tensor empty;            // int64 [0]
-  HashBatch batch;         // its segments are the features
-  InitialRows rows;        // the rows of all tables
-  bool has_valid_offsets;  // whether the batch has bags, and offsets ascend from 0 to n. If not,
-                           // `starts` is not written and `batch` is not checked
+  int64_t n, num_bags;      // numbers of positions and of bags
+  Tensor offsets;           // int32 [num_bags + 1], a copy of the offsets of the call
+  Tensor starts;            // int64 [F + 1], the first position of each feature, then n
+  Tensor miss_offsets;      // int64 [T + 1], see Misses; 0 until MissingKeys writes it
+  Tensor empty;             // int64 [0]
+  HashBatch batch;          // its segments are the features
+  InitialRows rows;         // the rows of all tables
+  bool has_valid_offsets;   // whether the batch has bags, and offsets ascend from 0 to n. If not,
+                            // `starts` is not written and `batch` is not checked
 
   HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
                 std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
@@ -183,9 +183,9 @@ struct DistinctKeys {
       first_keys[t + 1] = number_keys(batch, table_segments, index.table(t), t);
     });
     for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
-      const int64_t count = first_keys[t + 1], from = table_segments.positions_before[t];
-      std::memmove(keys.get() + first_keys[t], keys.get() + from, count * sizeof(int64_t));
-      std::memmove(uses.get() + first_keys[t], uses.get() + from, count * sizeof(int64_t));
+      const int64_t count = first_keys[t + 1], source = table_segments.positions_before[t];
+      std::memmove(keys.get() + first_keys[t], keys.get() + source, count * sizeof(int64_t));
+      std::memmove(uses.get() + first_keys[t], uses.get() + source, count * sizeof(int64_t));
       first_keys[t + 1] += first_keys[t];
     }
   }
@@ -193,9 +193,10 @@ struct DistinctKeys {
   int64_t num_keys() const { return first_keys.back(); }
 
  private:
-  // Number the keys of table t, and return how many there are. `keys` and `uses` of the table begin
-  // at positions_before[t]. A cell of the scratch table has the number of a key, or -1. Cells are
-  // prefetched, because the cells of a large batch do not fit into the cache of a core.
+  // Number the keys of table t: write `key_numbers`, and `keys` and `uses` from index
+  // positions_before[t] on. Return the number of keys. A cell of the scratch table has the number
+  // of a key, or -1. Cells are prefetched, because the cells of a large batch do not fit into the
+  // cache of a core.
   //
   // No branch depends on whether a key is new, because that is unpredictable. Instead, every key is
   // written after the last known key. If it is not new, the next key overwrites it.
@@ -286,30 +287,30 @@ struct MissingKeys {
   std::vector<int64_t> slots;
   std::vector<uint8_t> status;
 
-  // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Write
-  // `offsets` [1] to [T], see Misses; offsets[0] must be 0.
+  // Collect the keys without a slot in `key_slots`, the result of touch_keys, and count lookups and
+  // hits in the index. Write offsets[1] to offsets[T], see Misses; offsets[0] must be 0.
   MissingKeys(const HashBatchCall& call, const TableSegments& table_segments,
               const DistinctKeys& distinct, const int64_t* key_slots, int64_t* offsets) {
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
-      int64_t missing_positions = 0;
+      int64_t num_missing = 0;  // positions
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
         if (key_slots[k] >= 0) continue;
         key_indices.push_back(k);
         uses.push_back(distinct.uses[k]);
-        missing_positions += distinct.uses[k];
+        num_missing += distinct.uses[k];
       }
       offsets[t + 1] = static_cast<int64_t>(key_indices.size());
       const int64_t num_positions =
           table_segments.positions_before[t + 1] - table_segments.positions_before[t];
       call.index.counter(t, HashCounter::kLookups) += num_positions;
-      call.index.counter(t, HashCounter::kHits) += num_positions - missing_positions;
+      call.index.counter(t, HashCounter::kHits) += num_positions - num_missing;
     }
     slots.resize(key_indices.size());
     status.resize(key_indices.size());
   }
 
-  // Insert the missing keys. Write the evicted entries, three words per miss, unless `evicted` is
-  // null.
+  // Insert the missing keys. Write the evicted entries to `evicted`, three words per miss as in
+  // HashInsertion, unless it is null.
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
               int64_t* evicted) {
     insert_misses(call.index, call.scoring, call.must_compete,
@@ -380,7 +381,7 @@ struct BatchGroups {
   }
 
  private:
-  // Write the results of the positions of table t. `next_ungrouped` points to the entry of table t.
+  // Write the results by position, for table t. `next_ungrouped` points to the entry of table t.
   void scatter(const HashBatchCall& call, const TableSegments& table_segments,
                const DistinctKeys& distinct, const int64_t* key_slots, int64_t t,
                int32_t* next_lookup, int32_t* next_ungrouped) const {
@@ -392,9 +393,9 @@ struct BatchGroups {
       const int64_t f = table_segments.sorted[s];
       for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
         for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
-          const int64_t key = first_key + distinct.key_numbers[i];
-          slot[i] = key_slots[key];
-          const int32_t j = key_slots[key] < 0 ? (*next_ungrouped)++ : next_lookup[key]++;
+          const int64_t key_index = first_key + distinct.key_numbers[i];
+          slot[i] = key_slots[key_index];
+          const int32_t j = slot[i] < 0 ? (*next_ungrouped)++ : next_lookup[key_index]++;
           lookup[j] = i;
           bag_of[j] = static_cast<int32_t>(bag);
         }

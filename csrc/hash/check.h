@@ -4,11 +4,12 @@
 // reads the tensors, so only the CPU entry calls it, before it writes anything. On a GPU contents
 // are trusted. Constructors and checks throw an error that states the rule.
 //
-// The structs point into the tensors of the caller and are used within one call. A pointer has the
-// name of the argument of the op, except first_positions (`first`) and evicted_words (`evicted`);
-// emblib/ops/hash.py describes the arguments. A constructor's parameter ends in `_` if it would
-// otherwise have the name of a member. n is the number of positions of the batch, T the number of
-// tables, S the number of slots of all tables.
+// The structs point into the tensors of the caller, own no memory but the results, and are used
+// within one call. A pointer has the name of the argument of the op, except first_positions
+// (`first`) and evicted_words (`evicted`); emblib/ops/hash.py describes the arguments. A
+// constructor's parameter ends in `_` if it would otherwise have the name of a member. n is the
+// number of positions of the batch, T the number of tables, S the number of slots of all tables.
+// Positions and misses are explained in args.h.
 #pragma once
 
 #include <initializer_list>
@@ -28,13 +29,15 @@ namespace emb {
 // The index: the list of tensors [tags, entries, tables, clock, counters], contiguous and on one
 // device. On the CPU `queues` may follow; CUDA does not use them.
 struct HashIndex {
-  uint8_t* tags;                               // [S]
-  int64_t* entries;                            // [S, entry_words], see HashEntry
-  int64_t* tables;                             // [T, kHashTableColumns], see HashTableColumn
-  int64_t* clock;                              // [1], advanced by every batch
-  int64_t* counters;                           // [T, kHashCounters], see HashCounter
-  EvictionQueue* queues = nullptr;             // [S / kBucketSlots], or null
-  int64_t num_slots, entry_words, num_tables;  // S; words per entry, 2 or 3; T
+  uint8_t* tags;                    // [S]
+  int64_t* entries;                 // [S, entry_words], see HashEntry
+  int64_t* tables;                  // [T, kHashTableColumns], see HashTableColumn
+  int64_t* clock;                   // [1], advanced by every batch
+  int64_t* counters;                // [T, kHashCounters], see HashCounter
+  EvictionQueue* queues = nullptr;  // [S / kBucketSlots], or null
+  int64_t num_slots;                // S
+  int64_t entry_words;              // words per entry, 2 or 3
+  int64_t num_tables;               // T
 
   HashIndex(const char* op, const std::vector<Tensor>& index) {
     STD_TORCH_CHECK(index.size() == 5 || index.size() == 6, op,
@@ -133,13 +136,7 @@ inline HashOrder parse_order(const char* op, int64_t code, int64_t entry_words) 
   return order;
 }
 
-// Check the number of tables, which kernels number with 32 bits.
-inline void check_num_tables(const char* op, int64_t num_tables) {
-  STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op, ": num_tables must be in [0, ",
-                  kMaxLookups, "], got ", num_tables);
-}
-
-// Check the number of positions of a call, which kernels number with 32 bits.
+// Check the number of keys or positions of a call, which kernels number with 32 bits.
 inline void check_num_keys(const char* op, int64_t n) {
   STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most ", kMaxLookups, " keys per call, got ", n,
                   "; split the batch");
@@ -151,7 +148,7 @@ struct HashBatch {
   const int64_t* ids;       // [n], any 64 bits each
   const int64_t* starts;    // [num_segments + 1], from 0 to n, ascending
   const int64_t* tables;    // [num_segments], in [0, T); a table may have several segments
-  int64_t n, num_segments;  // number of positions; of segments
+  int64_t n, num_segments;  // numbers of positions and of segments
 
   HashBatch(const char* op, const Tensor& ids_, const Tensor& starts_, const Tensor& tables_) {
     const auto check = [&](const char* name, const Tensor& tensor) {
@@ -500,7 +497,7 @@ struct GrowCall : HashCall {
 // 2, 4 or 8 bytes are allowed. Slots outside [0, num_rows) have no row.
 struct RowMatrix {
   const Tensor& values;   // of the caller; must outlive this struct
-  int64_t num_rows, dim;  // number of rows; of columns
+  int64_t num_rows, dim;  // numbers of rows and of columns
 
   // Throws unless `values_` is such a matrix on the device of `like`.
   RowMatrix(const char* op, const Tensor& values_, const Tensor& like)
@@ -713,7 +710,7 @@ struct EvictedRowsCall {
 };
 
 // The arguments of `hash_initial_rows_`, which writes the initial rows of the misses of a batch.
-// All tensors are contiguous and on one device.
+// All tensors are contiguous and on one device. The struct refers to the caller's tensors.
 struct InitialInputs {
   std::vector<Tensor>& row_buffers;  // P float tensors: weights and states of all tables
   // layout is int64 [T, P, 5], see InitialLayout. rules is float64 [T, P, 7], see InitialRule. ids
@@ -725,7 +722,8 @@ struct InitialInputs {
   int64_t num_tables() const { return offsets.numel() - 1; }
   int64_t num_buffers() const { return static_cast<int64_t>(row_buffers.size()); }
 
-  // Check dtypes, shapes and devices, and no contents.
+  // Check dtypes, shapes and devices, and no contents. InitialRows checks those of `layout`; an
+  // unknown InitialRule::kind in `rules` is not detected.
   void check(const char* op) const {
     for (const Tensor* tensor : {&layout, &ids, &first_positions, &offsets, &slots}) {
       check_dtype(op, "each of layout, ids, first, offsets and slots", *tensor, ScalarType::Long,

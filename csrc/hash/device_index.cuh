@@ -22,7 +22,7 @@ inline constexpr int kBlockWarps = kTileThreads / kWarpLanes;  // warps per bloc
 inline constexpr int kFullBlocksPerSm = kResidentThreadsPerSm / kTileThreads;
 static_assert(kBucketSlots == kWarpLanes, "a warp that works on a bucket has one lane per slot");
 
-// The index in device memory; its contents are trusted.
+// The index in device memory, made from a HashIndex (check.h). Its contents are trusted.
 struct DeviceIndex {
   uint8_t* tags;        // [S] for S slots of all tables, aligned to 16 bytes
   int64_t* entries;     // [S, entry_words]
@@ -55,7 +55,7 @@ struct KeyBatch {
   int64_t n;                             // positions
   int num_segments;                      // number of segments
 
-  // Return the table of a position that is in a segment, by binary search.
+  // Return the table of a position, which must be in a segment, by binary search.
   EMB_DEVICE int64_t table_at(int64_t position) const {
     int low = 0, high = num_segments - 1;
     while (low < high) {
@@ -76,8 +76,8 @@ struct DeviceMisses {
   const bool* admitted;    // by miss; null if all are admitted
 };
 
-// Add n >= 0 uses to a sum in global memory that several threads change. The sum saturates: the
-// thread whose addition makes the sum wrap around sets it to the maximum afterwards. This may
+// Add n >= 0 uses to a sum in global memory to which other threads may add too. The sum saturates:
+// the thread whose addition makes the sum wrap around sets it to the maximum afterwards. This may
 // overwrite additions of other threads, but the saturated sum is the maximum with or without them.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
   auto* unsigned_sum = reinterpret_cast<unsigned long long*>(sum);
@@ -124,8 +124,9 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
 }
 
 // Return the sum of `value` over the threads of the block before this one, and write the sum over
-// all threads to `*total`. `shared` is shared memory, [kBlockWarps]. No other code may use it until
-// this returns. All threads of the block must call this; it contains barriers.
+// all threads to `*total`, in every thread. `shared` is shared memory, [kBlockWarps], that no
+// thread uses otherwise during the call. All threads of the block must call this. It ends with a
+// barrier, so that the next call may use the same memory.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
   int64_t sum = value;
@@ -144,10 +145,10 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
   return sum - value;
 }
 
-// Return the number of threads of the block before this one whose `bit` is set, and write the
-// number of all such threads to `*total`. Otherwise like exclusive_sum.
-EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
-  const unsigned bits = __ballot_sync(simt::kFullMask, bit);
+// Return the number of threads of the block before this one whose `is_counted` is true, and write
+// the number of all such threads to `*total`. Otherwise like exclusive_sum.
+EMB_DEVICE int exclusive_count(bool is_counted, int* shared, int* total) {
+  const unsigned bits = __ballot_sync(simt::kFullMask, is_counted);
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
   if (lane == 0) shared[warp] = __popc(bits);
   __syncthreads();
@@ -161,11 +162,10 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   return count;
 }
 
-// Return the first position of block `block`'s part of a batch of n positions, a multiple of
-// kTileThreads. The batch is divided into one part per block of the grid, in the order of the
-// blocks. If `block` is the number of blocks, the result is at least n.
-EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
-  return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
+// Return where part `part` of a batch of n positions begins, a multiple of kTileThreads. The batch
+// has one part per block of the grid. If `part` is the number of parts, the result is at least n.
+EMB_DEVICE int64_t part_begin(int64_t n, unsigned part) {
+  return (n + kTileThreads - 1) / kTileThreads * part / gridDim.x * kTileThreads;
 }
 
 // The share of a block in a loop that `num_blocks` blocks of the grid divide among them. `block` is
@@ -212,21 +212,22 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
 
 // A counter per table in global memory, to which a warp adds. The warp adds up in registers while
 // it counts for one table. It adds the sum to memory when it counts for another table, and in
-// `flush`. This is rare, so there are few atomic additions. All 32 lanes must call every function,
-// and must call `flush` at the end.
+// `flush`. This is rare, so there are few atomic additions. All 32 lanes must make every call, and
+// call `flush` at the end; without it the last sum is lost.
 class TableTally {
  public:
   // `sums` is the address of the counter of table 0; the counter of the next table is `stride`
   // words later.
   EMB_DEVICE TableTally(int64_t* sums, int stride) : sums_(sums), stride_(stride) {}
 
-  // Add 1 to the counter of this lane's table if `counts`. A lane with table -1 adds nothing.
-  EMB_DEVICE void add(int table, bool counts) {
-    unsigned lanes_left = __ballot_sync(simt::kFullMask, counts && table >= 0);
+  // Add 1 to the counter of this lane's table if `is_counted`. A lane with table -1 adds nothing.
+  EMB_DEVICE void add(int table, bool is_counted) {
+    unsigned lanes_left = __ballot_sync(simt::kFullMask, is_counted && table >= 0);
     while (lanes_left != 0) {
       const int next_table =
           __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
-      const unsigned lanes_of_table = __ballot_sync(simt::kFullMask, counts && table == next_table);
+      const unsigned lanes_of_table =
+          __ballot_sync(simt::kFullMask, is_counted && table == next_table);
       add_once(next_table, __popc(lanes_of_table));
       lanes_left &= ~lanes_of_table;
     }
@@ -275,8 +276,9 @@ EMB_DEVICE TableTally size_tally(const DeviceIndex& index) {
 }
 
 // Allocate the scratch arrays of an op in one allocation of `work`. `list(take)` must call
-// `take(array, n)` for each array: the pointer to be set and its number of elements, of at most 16
-// bytes each. Arrays are aligned to 16 bytes and uninitialised. `list` is called twice.
+// `take(array, n)` for each array: `array` is the pointer to be set, and n the number of elements,
+// of at most 16 bytes each. Arrays are aligned to 16 bytes and uninitialised. `list` is called
+// twice, and must make the same calls both times.
 template <class Work, class List>
 void allocate_arrays(Work& work, const List& list) {
   const auto padded_bytes = [](size_t element_bytes, int64_t n) {

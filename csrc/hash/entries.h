@@ -22,6 +22,13 @@ EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
 
+// Remove the entry in a slot of `table`: empty the slot, and the eviction queue of its bucket. The
+// caller corrects the size of the table. `queues` are those of the table, or null.
+inline void remove_entry(const HashTable& table, EvictionQueue* queues, int64_t slot) {
+  table.tags[slot] = kEmptyTag;
+  if (queues != nullptr) queues[slot / kBucketSlots].size = 0;
+}
+
 // Divide the positions of a batch into non-empty ranges, each in one segment, and call
 // `body(segment, begin, end)` for every range. HashBatch::check_segments must have accepted the
 // batch. Several threads call `body` at once, so it must not throw.
@@ -38,7 +45,8 @@ void parallel_segments(const HashBatch& batch, const Body& body) {
   });
 }
 
-// The arrays of the misses of all tables, in memory of the caller. HashInsertion describes them.
+// The arrays of the misses of all tables, in memory of the caller. HashInsertion describes them;
+// insert_misses initialises the outputs.
 struct MissArrays {
   const int64_t* ids;                       // by position
   const int64_t *first_positions, *totals;  // by miss
@@ -57,14 +65,14 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
 // the memory.
 class InitialRows {
  public:
-  // The caller must have called in.check(op). Throws unless the rows in `layout` lie inside their
-  // row buffers and have strides from `dim` to INT32_MAX.
-  InitialRows(const char* op, const InitialInputs& in);
+  // The caller must have called inputs.check(op). Throws unless the rows in `layout` lie inside
+  // their row buffers and have strides from `dim` to INT32_MAX. Keeps pointers to all tensors.
+  InitialRows(const char* op, const InitialInputs& inputs);
 
   // Write the initial rows of the misses of all tables, in parallel. Table t has the misses
   // offsets[t] to offsets[t + 1] - 1. The row of miss i is row slots[i] in each row buffer of its
   // table, and its key is ids[first_positions[i]]. A row buffer that has no row for the slot is
-  // skipped. If the slot is -1, no row is written.
+  // skipped. If the slot is -1, no row is written. `seed` selects the random numbers.
   void write(const int64_t* ids, const int64_t* first_positions, const int64_t* offsets,
              const int64_t* slots, int64_t seed) const;
 
@@ -101,7 +109,7 @@ inline void prefetch_row(const char* row, int64_t row_bytes) {
   if (row_bytes > 0) __builtin_prefetch(row + prefetch_bytes - 1);
 }
 
-// Return an uninitialised int64 tensor of these sizes on the device of `like`.
+// Return an uninitialised int64 tensor of these sizes on the device of `like`, of any dtype.
 inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& sizes) {
   return allocate(like, sizes, ScalarType::Long);
 }
@@ -178,7 +186,8 @@ struct Records {
   int64_t record_bytes;  // bytes per record
   int64_t num_words;     // words of a head
 
-  // Throws unless `records` is a contiguous uint8 matrix with room for a row of `row_bytes` bytes.
+  // Throws unless `records` is a contiguous uint8 matrix with room for a row of `row_bytes` bytes
+  // per record.
   Records(const char* op, const Tensor& records, int64_t row_bytes) {
     STD_TORCH_CHECK(records.dim() == 2, op, ": records must be a matrix, got ", records.dim(),
                     " dimensions");

@@ -8,7 +8,7 @@
 
 namespace emb::cuda {
 
-// How a hit updates its entry.
+// How a hit updates its entry; HashTouch is the same on the CPU.
 struct KeyTouch {
   HashOrder order;
   const int64_t* counts;        // [n], uses of each position's key; null for 1 each
@@ -16,15 +16,15 @@ struct KeyTouch {
 };
 
 // Begin a batch, before hash_touch_kernel: advance the clock, count the lookups of each table,
-// write the plan of the batch in `parts` parts, empty the cells, and clear the counts of misses and
-// of parts.
+// write the plan of the batch in `num_parts` parts, empty the cells, and clear the counts of misses
+// and of parts. The grid may have any number of blocks.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, BatchPlan plan,
-                            int parts) {
+    hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells key_cells, BatchPlan plan,
+                            int num_parts) {
   const int64_t self = simt::global_thread(), step = simt::threads_in_grid();
   if (self == 0) {
     *index.clock += 1;
-    *plan.num_taken_parts = 0;
+    *plan.next_part = 0;
   }
   for (int64_t f = self; f < batch.num_segments; f += step) {
     const int64_t t = batch.tables[f];
@@ -33,8 +33,8 @@ struct KeyTouch {
                      batch.starts[f + 1] - batch.starts[f]);
   }
   for (int64_t t = self; t < index.num_tables; t += step) plan.num_misses[t] = 0;
-  for (int64_t part = self; part < parts; part += step) plan.part_counts[part] = 0;
-  clear_cells(keys.cells, keys.mask);
+  for (int64_t part = self; part < num_parts; part += step) plan.part_counts[part] = 0;
+  clear_cells(key_cells.cells, key_cells.mask);
   if (blockIdx.x == 0) plan_batch(batch, index.num_tables, plan);
 }
 
@@ -49,7 +49,7 @@ struct KeyTouch {
 }
 
 // Update the entry of this lane's key; `entry` is null for a lane without one. `stamp` is the
-// clock, and `batch_score` the score of this batch in the key's table. Several lanes may have the
+// clock, and `batch_score` the score of this batch in the key's table. Several threads may have the
 // same entry: all store the same stamp, and counts add up in any order. If touch.counts is null,
 // one lane adds for all lanes with the same entry. All 32 lanes must call this.
 EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry, int64_t position,
@@ -69,10 +69,11 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
 }
 
 // Find every key. Write its slot to `slots` [n], update the entry of a hit, and claim a cell for a
-// missing key. Write keys.cell_of_position, kNoCell for positions that claim no cell. Count hits in
-// the index, and distinct missing keys per table in `num_misses` [T].
+// missing key. Write the claimed cells to key_cells.cell_of_position, kNoCell for positions that
+// claim none. Count hits in the index, and add the number of distinct missing keys of each table to
+// `num_misses` [T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,
+    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells key_cells,
                       int64_t* num_misses, int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
@@ -85,10 +86,10 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
       if (slot != kNoSlot) entry = table.entry(slot);
     }
     CellClaim claim{kNoCell, false};
-    if (t >= 0 && slot == kNoSlot) claim = keys.claim(batch, position, t);
+    if (t >= 0 && slot == kNoSlot) claim = key_cells.claim(batch, position, t);
     if (position < batch.n) {
       slots[position] = slot;
-      keys.cell_of_position[position] = claim.cell;
+      key_cells.cell_of_position[position] = claim.cell;
     }
     new_misses.add(t, claim.is_new);
     touch_entry(touch, stamp, entry, position,
@@ -108,21 +109,21 @@ void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const 
 }
 
 // Launch `hash_touch_`: write `slots` [n] and `out`, and change the index. `work` owns the scratch
-// memory; it is a DeviceWork, or a HostWork in tests.
+// memory; it is a DeviceWork, or a HostWork in tests. Nothing needs to be initialised.
 template <class Work>
 void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& batch,
                        const KeyTouch& touch, int64_t* slots, const MissOutput& out) {
   const auto& launcher = work.launcher();
-  const KeyCells keys = key_cells(work, batch.n);
+  const KeyCells key_cells = allocate_key_cells(work, batch.n);
   const unsigned blocks = key_blocks(launcher, batch.n);
-  const BatchPlan plan = batch_plan(work, batch, index.num_tables, blocks);
-  launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, keys, plan,
+  const BatchPlan plan = allocate_batch_plan(work, batch, index.num_tables, blocks);
+  launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, key_cells, plan,
            static_cast<int>(blocks));
   if (batch.n > 0) {
-    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, touch, keys, plan.num_misses,
-             slots);
+    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, touch, key_cells,
+             plan.num_misses, slots);
   }
-  launcher(hash_number_kernel, blocks, kTileThreads, batch, index.num_tables, plan, keys,
+  launcher(hash_number_kernel, blocks, kTileThreads, batch, index.num_tables, plan, key_cells,
            touch.counts, out);
 }
 

@@ -15,7 +15,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// These sizes were chosen by hand; no measurement of others is recorded.
+// These sizes were chosen by hand; others were not measured.
 constexpr int kChunkKeys = 64;  // keys per chunk, which are hashed together
 // The number of keys by which a step follows prefetch_tags: while the latter processes the key at
 // position i, the step processes the key at position i minus this number.
@@ -37,8 +37,8 @@ struct Probes {
   static int ring_index(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
-// The positions of the keys that one iteration of find_all has compared without finding them, and
-// that may be in another slot than their lowest candidate.
+// The positions of the keys that one iteration of find_all has compared with their lowest candidate
+// without finding them, and that may be in another slot.
 struct Unresolved {
   int64_t positions[kChunkKeys];
   int count = 0;
@@ -116,8 +116,8 @@ EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* probe
 }
 
 // Return the slot of the lowest candidate if it has the key, else -1. If the result is -1, the key
-// may still be in another candidate, or in the second bucket if the first was chosen. In these
-// cases add the position to `unresolved`.
+// may still be in another candidate, or in the second bucket if the first was chosen. If one of
+// these is possible, add the position to `unresolved`.
 EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, const Probes& probes,
                        Unresolved* unresolved) {
   const int i = Probes::ring_index(position);

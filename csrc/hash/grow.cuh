@@ -1,6 +1,9 @@
-// `hash_grow_` on the GPU, in four steps: count the admitted misses of each table, plan how many
-// buckets each table gets, split buckets, and correct the slots of keys of the batch that moved. A
-// new bucket (child) receives entries of one old bucket (parent) only, so one warp fills a child,
+// `hash_grow_` on the GPU, in four steps, each a kernel:
+//   (1) hash_count_admitted_kernel counts the admitted misses of each table, if not all are.
+//   (2) hash_plan_kernel computes how many buckets each table gets.
+//   (3) hash_split_kernel fills the new buckets from old ones.
+//   (4) hash_refresh_kernel corrects the slots of keys of the batch that moved.
+// A new bucket (child) receives entries of one old bucket (parent) only, so one warp fills a child,
 // with one lane per slot of the parent. All pointers are to device memory of the caller.
 #pragma once
 
@@ -28,7 +31,8 @@ struct Growth {
   // Scratch.
   int64_t* admitted_misses;     // [T], the number of admitted misses; unused if all are admitted
   int64_t* old_buckets;         // [T], the number of buckets before the op
-  int64_t* new_buckets_before;  // [T + 1], the number of new buckets of all earlier tables
+  int64_t* new_buckets_before;  // [T + 1], the number of new buckets of all earlier tables; at T of
+                                // all tables
 };
 
 // Add the admitted misses of every table to `admitted_misses`, which must be 0 before.
@@ -84,16 +88,16 @@ struct Growth {
   if (threadIdx.x == 0) growth.new_buckets_before[index.num_tables] = new_before;
 }
 
-// Copy `bytes` bytes with all lanes of the warp, in units of T. Both addresses and `bytes` must be
-// multiples of the size of T.
-template <class T>
+// Copy `bytes` bytes with all lanes of the warp, in units of type Unit. Both addresses and `bytes`
+// must be multiples of its size.
+template <class Unit>
 EMB_DEVICE void copy_units(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  const auto num_units = bytes / static_cast<int64_t>(sizeof(T));
+  const auto num_units = bytes / static_cast<int64_t>(sizeof(Unit));
   // Few rows are wider than one iteration of the warp; an unrolled loop would cost registers for
   // all rows.
 #pragma unroll 1
   for (int64_t i = lane_in_warp(); i < num_units; i += kWarpLanes) {
-    reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i];
+    reinterpret_cast<Unit*>(to)[i] = reinterpret_cast<const Unit*>(from)[i];
   }
 }
 
@@ -122,10 +126,10 @@ EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, in
 }
 
 // Fill `child`, a new bucket of table t, which had `old_buckets` buckets before: move the entries
-// of its parent that belong in the child, with their rows. All 32 lanes must call this. At the same
-// time other warps may fill other children of the same parent, and empty slots of the parent. This
-// lane may or may not see the old tag of such a slot. Both are correct, because the key of the slot
-// does not belong in this child.
+// of its parent that now have this bucket, with their rows. The child must be empty. All 32 lanes
+// must call this. At the same time other warps may fill other children of the same parent, and
+// empty slots of the parent. This lane may or may not see the old tag of such a slot. Both are
+// correct, because the key of the slot does not have this bucket.
 EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t old_buckets) {
   const HashTable table = growth.index.table(t);
   const uint64_t old_mask = address_mask(old_buckets);
@@ -184,11 +188,11 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
 }
 
 // Launch `hash_grow_`: grow the tables and correct `slots` [n] of the batch. The scratch pointers
-// of `growth` are set here, from `work`. `buckets`, the number of buckets in the memory of the
+// of `growth` are set here, from `work`. `num_buckets`, the number of buckets in the memory of the
 // index, sizes the grid.
 template <class Work>
 void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slots,
-                 int64_t buckets) {
+                 int64_t num_buckets) {
   const auto& launcher = work.launcher();
   const int num_tables = growth.index.num_tables;
   if (num_tables == 0) return;
@@ -205,7 +209,7 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
   }
   launcher(hash_plan_kernel, 1, kTileThreads, growth);
   launcher(hash_split_kernel,
-           blocks_for(buckets, kBlockWarps, launcher.max_grid_blocks(kFullBlocksPerSm)),
+           blocks_for(num_buckets, kBlockWarps, launcher.max_grid_blocks(kFullBlocksPerSm)),
            kTileThreads, growth);
   if (batch.n == 0) return;
   launcher(hash_refresh_kernel, key_blocks(launcher, batch.n), kTileThreads, growth, batch, slots);

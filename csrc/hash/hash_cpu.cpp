@@ -107,7 +107,8 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
   return num_misses;
 }
 
-// Write the misses of a batch to the results of `call`. `slots` [n] has the slot of each position.
+// Write the results of `call` about misses, all except `slots`, which has the slot of each
+// position, [n].
 void list_misses(const TouchCall& call, const int64_t* slots) {
   const HashBatch& batch = call.batch;
   const int64_t num_tables = call.index.num_tables;
@@ -166,7 +167,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
 constexpr int64_t kChooserGrain = 1024, kBucketGrain = 256;
 
 // Fill the new buckets of table t, which had `old_buckets` buckets, from the old buckets that are
-// split, and empty the eviction queues of both.
+// split, and empty the eviction queues of both. kBuckets must have the new number already.
 void grow_table(const HashIndex& index, int64_t t, int64_t old_buckets, const RowBuffer* buffers,
                 int num_buffers) {
   const HashTable table = index.table(t);
@@ -218,8 +219,8 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   }
 }
 
-// Run one round of an insertion: the n misses in `pending` choose, then the choices are executed,
-// both in parallel. Write `choices` [n] and the results in `insertion`.
+// Run one round of an insertion: the n misses in `pending`, in ascending order, choose, then the
+// choices are executed, both in parallel. Write `choices` [n] and the results in `insertion`.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
   const int64_t buckets = insertion.table.num_buckets;
@@ -392,8 +393,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
         out[i] = kNoSlot;
         continue;
       }
-      table.tags[out[i]] = kEmptyTag;
-      if (queues != nullptr) queues[out[i] / kBucketSlots].size = 0;
+      remove_entry(table, queues, out[i]);
       ++num_erased;
     }
     index.field(t, HashTableColumn::kSize) -= num_erased;
@@ -424,8 +424,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t table_number, int64_t f
   for (int64_t slot = begin; slot < end; ++slot) {
     if (table.tags[slot] == kEmptyTag || table.entry(slot)[HashEntry::kStamp] >= min_stamp)
       continue;
-    table.tags[slot] = kEmptyTag;
-    if (queues != nullptr) queues[slot / kBucketSlots].size = 0;
+    remove_entry(table, queues, slot);
     is_removed[slot - begin] = true;
     ++num_expired;
   }
@@ -434,8 +433,8 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t table_number, int64_t f
   return removed;
 }
 
-// Copy a row of `bytes` bytes from `from`, or write `default_word` (RowMatrix) repeatedly if `from`
-// is null.
+// Copy a row of `bytes` bytes, an even number, from `from`. If that is null, write `default_word`
+// (RowMatrix) repeatedly.
 void copy_row(char* to, const char* from, int64_t bytes, uint32_t default_word) {
   if (from != nullptr) {
     std::memcpy(to, from, bytes);

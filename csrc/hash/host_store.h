@@ -18,10 +18,11 @@ inline Tensor first_rows(Tensor tensor, int64_t count) {
   return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
 }
 
-// A store of one table: an index, and records by its slots, at least one per slot. A record has the
-// words of RecordWord, then a packed row. A key is evicted by its stamp or by its uses.
+// A store of one table: an index, and one record per slot of the index or more. A record has the
+// words of RecordWord, then a packed row. `order` decides which keys are evicted: by their stamps
+// or their uses. Functions check neither keys nor slots.
 struct HostStore {
-  enum RecordWord { kStampWord, kScoreWord, kRecordWords };
+  enum RecordWord { kStampWord, kScoreWord, kNumRecordWords };
 
   HashIndex index;
   HashScoring scoring;
@@ -38,7 +39,7 @@ struct HostStore {
         row_bytes(row_bytes_) {
     index.check_tables(op);
     STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
-    STD_TORCH_CHECK(records.record_bytes == kRecordWords * Records::kWordBytes + row_bytes &&
+    STD_TORCH_CHECK(records.record_bytes == kNumRecordWords * Records::kWordBytes + row_bytes &&
                         records.num_records >= index.num_slots,
                     op, ": records must have two words and a row of ", row_bytes,
                     " bytes for each of ", index.num_slots, " slots, got [", records.num_records,
@@ -70,8 +71,7 @@ struct HostStore {
     int64_t num_erased = 0;
     for (int64_t i = 0; i < n; ++i) {
       if (slots[i] == kNoSlot || table.tags[slots[i]] == kEmptyTag) continue;
-      table.tags[slots[i]] = kEmptyTag;
-      if (queues != nullptr) queues[slots[i] / kBucketSlots].size = 0;
+      remove_entry(table, queues, slots[i]);
       ++num_erased;
     }
     index.field(0, HashTableColumn::kSize) -= num_erased;
@@ -87,13 +87,13 @@ struct HostStore {
   }
 };
 
-// Rows that enter a store: `insert` finds a slot for each of n keys, `write` then writes the
-// records. A row replaces the stored row of its key. A new key whose buckets are full evicts the
-// row of the lowest rank in them that the same object did not put; if there is none, the new row is
-// dropped. The constructor allocates the memory for at most `max_rows` rows. `insert` allocates
-// memory for new keys before it inserts any of them.
+// Rows that enter a store, in three steps: `insert` finds slots for the keys, `for_each_dropped`
+// tells which rows the store drops, and `write` writes the records. A row replaces the stored row
+// of its key. A new key whose buckets are full evicts the row of the lowest rank in them that the
+// same object did not put; if there is none, the new row is dropped.
 class StorePut {
  public:
+  // Allocates the memory for at most `max_rows` rows. `store` must outlive this object.
   StorePut(const HostStore& store, int64_t max_rows)
       : store_(store),
         keys_(new_scratch<int64_t>(max_rows)),
@@ -105,8 +105,10 @@ class StorePut {
         evicted_(new_scratch<int64_t>(3 * max_rows)),
         status_(new_scratch<uint8_t>(max_rows)) {}
 
-  // Find a slot for each of n entries, [n, 3]: key, stamp and score. Keys must be distinct, which
-  // is not checked. The clock of the store advances beyond all stamps; nothing happens if n is 0.
+  // Insert the keys of n <= max_rows entries, [n, 3]: key, stamp and score. Keys must be distinct;
+  // not checked. `entries` must stay until `write` has returned. The clock of the store advances
+  // beyond all stamps; nothing happens if n is 0. Memory for new keys is allocated before any of
+  // them is inserted.
   void insert(const int64_t* entries, int64_t n) {
     entries_ = entries;
     n_ = n;
@@ -121,7 +123,7 @@ class StorePut {
     // call replaces, which get the new clock as their stamp, and those that it adds.
     *index.clock = newest + 1;
     std::fill(zeros_.get(), zeros_.get() + n, 0);
-    find_keys();
+    touch_stored_keys();
     num_new_ = 0;
     for (int64_t i = 0; i < n; ++i) {
       new_positions_[num_new_] = i;
@@ -137,21 +139,22 @@ class StorePut {
     for (int64_t i = 0; i < num_new_; ++i) slots_[new_positions_[i]] = new_slots_[i];
   }
 
-  // Call `evicted(slot, entry)` for each entry that `insert` evicted, whose record is still in its
-  // slot, then `refused(position)` for each of the n entries that got no slot.
-  template <class Evicted, class Refused>
-  void for_dropped(const Evicted& evicted, const Refused& refused) const {
+  // Call `on_evicted(slot, entry)` for each entry that `insert` evicted, whose record is in its
+  // slot until `write`, then `on_refused(position)` for each of the n entries that got no slot.
+  template <class OnEvicted, class OnRefused>
+  void for_each_dropped(const OnEvicted& on_evicted, const OnRefused& on_refused) const {
     for (int64_t i = 0; i < num_new_; ++i) {
       if (status_[i] == static_cast<uint8_t>(InsertStatus::kEvicting)) {
-        evicted(new_slots_[i], evicted_.get() + 3 * i);
+        on_evicted(new_slots_[i], evicted_.get() + 3 * i);
       }
     }
     for (int64_t i = 0; i < n_; ++i) {
-      if (slots_[i] == kNoSlot) refused(i);
+      if (slots_[i] == kNoSlot) on_refused(i);
     }
   }
 
-  // Write the records of the keys that have a slot: their entries, and `rows`, [n, row_bytes].
+  // Write the records of the keys that got a slot: their stamps and scores, and `rows`, [n,
+  // row_bytes].
   void write(const char* rows) const {
     const Records& records = store_.records;
     const int64_t bytes = store_.row_bytes;
@@ -173,8 +176,8 @@ class StorePut {
   }
 
  private:
-  // Find the slots of the keys, and give stored ones the stamp of the clock.
-  void find_keys() {
+  // Write the slots of the keys to `slots_`, and give stored keys the stamp of the clock.
+  void touch_stored_keys() {
     const HashTable table = store_.index.table(0);
     const HashFindKernels& kernels = hash_find_kernels();
     parallel_balanced(n_, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
@@ -184,8 +187,8 @@ class StorePut {
     });
   }
 
-  // Write stamp and score of `entry` to the entry in a slot. Its rank and stamp may fall, so the
-  // bucket's queue is reset.
+  // Write stamp and score of `entry` to the entry in a slot. Its rank and stamp may fall, so
+  // EvictionQueue demands to empty the queue of the bucket and to reset exhausted_at.
   void write_entry(int64_t slot, const int64_t* entry) const {
     int64_t* const words = store_.index.table(0).entry(slot);
     words[HashEntry::kStamp] = entry[HashEntry::kStamp];
@@ -197,7 +200,8 @@ class StorePut {
   }
 
   const HostStore& store_;
-  // By position of the entries: keys, and their slots, kNoSlot for none.
+  // By position of the entries: the key, 0 (so that touching adds no uses), and the slot, kNoSlot
+  // for none.
   Scratch<int64_t> keys_, zeros_, slots_;
   // By number of a new key: its position, score, slot, evicted entry and InsertStatus.
   Scratch<int64_t> new_positions_, scores_, new_slots_, evicted_;

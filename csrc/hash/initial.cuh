@@ -11,7 +11,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kMaxInitialBuffers = 16;  // maximum P
+inline constexpr int kMaxInitialBuffers = 16;  // maximum number of row buffers
 
 // A row buffer: the weights, or one state, of all tables in one array.
 struct InitialBuffer {
@@ -19,7 +19,8 @@ struct InitialBuffer {
   Dtype type;
 };
 
-// The arguments of the kernel, for T tables and P row buffers.
+// The arguments of the kernel, for T tables and P row buffers. InitialInputs (check.h) describes
+// the tensors.
 struct DeviceInitialRows {
   InitialBuffer buffers[kMaxInitialBuffers];  // [P]
   int num_buffers, num_tables;                // P, T
@@ -37,7 +38,7 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
                                uint64_t seed, uint32_t block, float (&values)[4]) {
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
   if (kind == InitialKind::kConstant || kind == InitialKind::kKeyModulo) {
-    const float value = plain_value(rule, key);
+    const float value = value_of_row(rule, key);
     for (int w = 0; w < 4; ++w) values[w] = value;
     return;
   }
@@ -51,11 +52,11 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
   }
 }
 
-// Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in one row buffer. All
-// 32 lanes must call this. Rows must have at most 2^28 elements, so that 32 bits can number the
-// Philox counters of 32 rows; not checked.
-EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, int64_t begin,
-                              int num_rows) {
+// Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in row buffer number
+// `buffer`. All 32 lanes must call this. Rows must have at most 2^28 elements, so that 32 bits can
+// number the Philox counters of 32 rows; not checked.
+EMB_DEVICE void write_initial_rows(const DeviceInitialRows& rows, int t, int buffer, int64_t begin,
+                                   int num_rows) {
   const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
   const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
   const InitialBuffer& out = rows.buffers[buffer];
@@ -87,15 +88,15 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
       const int64_t table_end = rows.offsets[t + 1],
                     end_of_run = table_end < tile_end ? table_end : tile_end;
       for (int buffer = 0; buffer < rows.num_buffers; ++buffer) {
-        write_initial(rows, t, buffer, miss, static_cast<int>(end_of_run - miss));
+        write_initial_rows(rows, t, buffer, miss, static_cast<int>(end_of_run - miss));
       }
       miss = end_of_run;
     }
   }
 }
 
-// Launch `hash_initial_rows_`. `n`, the maximum number of misses, sizes the grid, because the host
-// does not know their number.
+// Launch `hash_initial_rows_`. `n`, the maximum number of misses, sizes the grid, because only the
+// device knows their number.
 template <class Launcher>
 void launch_initial_rows(const Launcher& launcher, const DeviceInitialRows& rows, int64_t n) {
   if (n == 0 || rows.num_tables == 0) return;

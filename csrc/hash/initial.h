@@ -24,8 +24,8 @@ struct InitialRule {
   double kind;   // an InitialKind
   double base;   // kUniform: lower bound; kNormal: mean; kConstant: the value
   double scale;  // kUniform: upper minus lower bound; kNormal: standard deviation
-  // kNormal: the distribution is truncated to the probabilities [first, first + span], which belong
-  // to the values [low, high].
+  // kNormal: the distribution is truncated to the values [low, high]. Without truncation, `first`
+  // is the probability of values below `low`, and `span` that of values between both.
   double first, span;
   double low, high;
 };
@@ -55,7 +55,7 @@ EMB_HD Counter4 row_counter(int64_t stream, int64_t key, uint32_t block) {
 inline constexpr int kRowBlockWord = 3;  // the word of a row_counter that has the block
 
 // Return the natural logarithm of a normal (not subnormal) number in (0, 1), with a relative error
-// of about 1e-13.
+// of about 1e-15.
 EMB_HD double log_of(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof(bits));
@@ -103,13 +103,13 @@ EMB_HD double normal_quantile(double p) {
   return r >= 0.0 ? central : (q < 0.0 ? -outer : outer);
 }
 
-// Return the value of an element with the random word `word`, for kUniform.
+// Return the value of an element for kUniform; `word` is 32 random bits.
 EMB_HD float uniform_value(const InitialRule& rule, uint32_t word) {
   const double u = static_cast<double>(word >> 8) * 0x1p-24;
   return static_cast<float>(fma(rule.scale, u, rule.base));
 }
 
-// Return the value of an element with the random word `word`, for kNormal.
+// Return the value of an element for kNormal; `word` is 32 random bits.
 EMB_HD float normal_value(const InitialRule& rule, uint32_t word) {
   const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
   const double x = fma(rule.scale, normal_quantile(fma(rule.span, u, rule.first)), rule.base);
@@ -117,7 +117,7 @@ EMB_HD float normal_value(const InitialRule& rule, uint32_t word) {
 }
 
 // Return the value of every element of the row of a key, for kConstant and kKeyModulo.
-EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
+EMB_HD float value_of_row(const InitialRule& rule, int64_t key) {
   if (static_cast<InitialKind>(static_cast<int>(rule.kind)) == InitialKind::kConstant) {
     return static_cast<float>(rule.base);
   }
@@ -132,12 +132,10 @@ struct InitialRow {
   uint64_t seed;
 };
 
-// A CPU kernel, which writes the initial values of one row.
-using InitialFn = void (*)(const InitialRow& row, const InitialRule& rule);
-
-// The CPU kernels for one instruction set.
-struct InitialTable {
-  InitialFn at[kNumDtypes];  // by Dtype of the row buffer
+// The CPU kernels for one instruction set. Several threads may call them at once.
+struct InitialKernels {
+  // By Dtype of the row buffer: write the initial values of one row.
+  void (*write_row[kNumDtypes])(const InitialRow& row, const InitialRule& rule);
 };
 
 }  // namespace emb

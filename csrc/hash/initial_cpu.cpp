@@ -9,7 +9,7 @@
 
 namespace emb {
 
-EMB_SELECT_KERNELS(InitialTable, kInitialTable, initial_table)
+EMB_SELECT_KERNELS(InitialKernels, kInitialKernels, initial_kernels)
 
 namespace {
 
@@ -17,17 +17,18 @@ constexpr int64_t kElementGrain = 4096;  // grain of parallel_balanced, in eleme
 
 // Check that `offsets` ascend in [0, misses], and that the first_positions between them are
 // positions in `ids`. Slots need no check, because slots without a row are ignored.
-void check_misses(const char* op, const InitialInputs& in) {
-  const auto* offsets = in.offsets.const_data_ptr<int64_t>();
-  bool is_ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first_positions.numel();
-  for (int64_t t = 0; t < in.num_tables(); ++t)
+void check_misses(const char* op, const InitialInputs& inputs) {
+  const auto* offsets = inputs.offsets.const_data_ptr<int64_t>();
+  bool is_ascending =
+      offsets[0] >= 0 && offsets[inputs.num_tables()] <= inputs.first_positions.numel();
+  for (int64_t t = 0; t < inputs.num_tables(); ++t)
     is_ascending = is_ascending && offsets[t] <= offsets[t + 1];
   STD_TORCH_CHECK(is_ascending, op, ": offsets must ascend and lie in [0, ",
-                  in.first_positions.numel(), "], as hash_touch_ returns them");
-  const auto* first_positions = in.first_positions.const_data_ptr<int64_t>();
-  for (int64_t i = offsets[0]; i < offsets[in.num_tables()]; ++i) {
-    STD_TORCH_CHECK(first_positions[i] >= 0 && first_positions[i] < in.ids.numel(), op,
-                    ": first must hold positions of ids, in [0, ", in.ids.numel(), "), got ",
+                  inputs.first_positions.numel(), "], as hash_touch_ returns them");
+  const auto* first_positions = inputs.first_positions.const_data_ptr<int64_t>();
+  for (int64_t i = offsets[0]; i < offsets[inputs.num_tables()]; ++i) {
+    STD_TORCH_CHECK(first_positions[i] >= 0 && first_positions[i] < inputs.ids.numel(), op,
+                    ": first must hold positions of ids, in [0, ", inputs.ids.numel(), "), got ",
                     first_positions[i]);
   }
 }
@@ -39,35 +40,35 @@ void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, c
                         const Tensor& ids, const Tensor& first_positions, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{row_buffers, layout, rules, ids, first_positions, offsets, slots};
-  in.check(op);
-  const InitialRows rows(op, in);
-  check_misses(op, in);
+  const InitialInputs inputs{row_buffers, layout, rules, ids, first_positions, offsets, slots};
+  inputs.check(op);
+  const InitialRows rows(op, inputs);
+  check_misses(op, inputs);
   rows.write(ids.const_data_ptr<int64_t>(), first_positions.const_data_ptr<int64_t>(),
              offsets.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), seed);
 }
 
 }  // namespace
 
-InitialRows::InitialRows(const char* op, const InitialInputs& in)
-    : layout_(static_cast<const InitialLayout*>(in.layout.const_data_ptr())),
-      rules_(static_cast<const InitialRule*>(in.rules.const_data_ptr())),
-      num_tables_(in.num_tables()) {
-  for (const Tensor& buffer : in.row_buffers) {
+InitialRows::InitialRows(const char* op, const InitialInputs& inputs)
+    : layout_(static_cast<const InitialLayout*>(inputs.layout.const_data_ptr())),
+      rules_(static_cast<const InitialRule*>(inputs.rules.const_data_ptr())),
+      num_tables_(inputs.num_tables()) {
+  for (const Tensor& buffer : inputs.row_buffers) {
     buffers_.push_back({static_cast<char*>(buffer.mutable_data_ptr()),
                         float_dtype(op, "each row buffer", buffer.scalar_type()), buffer.numel()});
   }
-  for (int64_t i = 0; i < num_tables_ * in.num_buffers(); ++i) {
+  for (int64_t i = 0; i < num_tables_ * inputs.num_buffers(); ++i) {
     const InitialLayout& layout = layout_[i];
-    const int64_t numel = buffers_[i % in.num_buffers()].numel;
+    const int64_t numel = buffers_[i % inputs.num_buffers()].numel;
     STD_TORCH_CHECK(
         layout.offset >= 0 && layout.rows >= 0 && layout.dim >= 0 && layout.stride >= layout.dim &&
             layout.stride <= INT32_MAX && layout.offset <= numel &&
             (layout.rows == 0 || layout.stride == 0 ||
              (layout.rows - 1 <= (numel - layout.offset) / layout.stride &&
               (layout.rows - 1) * layout.stride + layout.dim <= numel - layout.offset)),
-        op, ": layout must place the rows of table ", i / in.num_buffers(), " inside row buffer ",
-        i % in.num_buffers(), ", which has ", numel, " elements");
+        op, ": layout must place the rows of table ", i / inputs.num_buffers(),
+        " inside row buffer ", i % inputs.num_buffers(), ", which has ", numel, " elements");
   }
 }
 
@@ -85,7 +86,7 @@ std::vector<RowBytes> InitialRows::rows_of(int64_t table) const {
 
 void InitialRows::write(const int64_t* ids, const int64_t* first_positions, const int64_t* offsets,
                         const int64_t* slots, int64_t seed) const {
-  const InitialTable& table = initial_table();
+  const InitialKernels& kernels = initial_kernels();
   const auto num_buffers = static_cast<int64_t>(buffers_.size());
   // Return the row of miss i in a row buffer, null if it has none.
   const auto row_of = [&](int64_t p, int64_t i) -> char* {
@@ -99,7 +100,7 @@ void InitialRows::write(const int64_t* ids, const int64_t* first_positions, cons
     if (row == nullptr) return;
     const InitialLayout& layout = layout_[p];
     const Dtype type = buffers_[p % num_buffers].type;
-    table.at[static_cast<int>(type)](
+    kernels.write_row[static_cast<int>(type)](
         {row, layout.dim, ids[first_positions[i]], layout.stream, static_cast<uint64_t>(seed)},
         rules_[p]);
   };

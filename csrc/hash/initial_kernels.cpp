@@ -47,33 +47,33 @@ EMB_HD Vec normal_values(const InitialRule& rule, const uint32_t* words) {
   return load(values);
 }
 
-// InitialFn for row buffers of dtype T.
+// InitialKernels::write_row for row buffers of dtype T.
 template <class T>
-void initial_row(const InitialRow& row, const InitialRule& shared_rule) {
+void write_row(const InitialRow& row, const InitialRule& shared_rule) {
   // A copy in registers, because a loop with a load inside a condition is not vectorised.
   const InitialRule rule = shared_rule;
   T* out = static_cast<T*>(row.out);
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
   if (kind == InitialKind::kConstant || kind == InitialKind::kKeyModulo) {
-    const T value = from_float<T>(plain_value(rule, row.key));
+    const T value = from_float<T>(value_of_row(rule, row.key));
     for (int64_t d = 0; d < row.dim; ++d) out[d] = value;
     return;
   }
   for (int64_t first = 0; first < row.dim; first += kBlockWords) {
     const int64_t num_left = row.dim - first;
-    const int count = num_left < kBlockWords ? static_cast<int>(num_left) : kBlockWords;
+    const int num_elements = num_left < kBlockWords ? static_cast<int>(num_left) : kBlockWords;
     uint32_t words[kBlockWords];
-    const int num_vecs = (count + kLanes - 1) / kLanes;
+    const int num_vecs = (num_elements + kLanes - 1) / kLanes;
     const Counter4 counter = row_counter(row.stream, row.key, static_cast<uint32_t>(first / 4));
     philox_block<kRowBlockWord>(row.seed, counter, num_vecs * kLanes / 4, words);
     // One loop for both kinds: with a loop each, GCC would compute the normal values one by one.
-    for (int i = 0; i < count; i += kLanes) {
+    for (int i = 0; i < num_elements; i += kLanes) {
       const Vec values = kind == InitialKind::kUniform ? uniform_values(rule, words + i)
                                                        : normal_values(rule, words + i);
-      if (count - i >= kLanes) {
+      if (num_elements - i >= kLanes) {
         store(out + first + i, values);
       } else {
-        store_first(out + first + i, values, count - i);
+        store_first(out + first + i, values, num_elements - i);
       }
     }
   }
@@ -81,8 +81,7 @@ void initial_row(const InitialRow& row, const InitialRule& shared_rule) {
 
 }  // namespace
 
-extern const InitialTable kInitialTable;
-const InitialTable kInitialTable = {
-    {initial_row<float>, initial_row<half16>, initial_row<bfloat16>}};
+extern const InitialKernels kInitialKernels;
+const InitialKernels kInitialKernels = {{write_row<float>, write_row<half16>, write_row<bfloat16>}};
 
 }  // namespace emb::EMB_ISA

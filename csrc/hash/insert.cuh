@@ -1,11 +1,11 @@
 // `hash_insert_` on the GPU: inserts the admitted misses of a batch in rounds. emblib/ops/hash.py
 // describes the rounds, args.h the statuses and ranks.
 //
-// A round has two kernels. In the first, pending misses choose buckets, one lane per miss. The
-// misses that choose a bucket form a chain in scratch memory, in any order. The miss whose thread
-// is the first to choose the bucket is the founder of the chain. In the second kernel the warp of
-// the founder serves the bucket: it assigns up to slots_per_round slots to the members of the
-// chain, in the order of misses. There are three cases:
+// A round has two kernels. In hash_choose_kernel pending misses choose buckets, one lane per miss.
+// The misses that choose a bucket form a chain in scratch memory, in any order. The miss whose
+// thread is the first to choose the bucket is the founder of the chain. In hash_serve_kernel the
+// warp of the founder serves the bucket: it assigns up to slots_per_round slots to the members of
+// the chain, in the order of misses. There are three cases:
 //   - a chain of one member: it gets the slot that it saw when it chose;
 //   - a bucket with empty slots and a few members: one lane assigns the slots;
 //   - more members, or evictions for several: the whole warp works on the bucket, with one lane per
@@ -13,9 +13,9 @@
 //
 // Only the device knows how many rounds are needed, and the host does not wait for it. Almost all
 // misses get a slot in the first rounds, which use all multiprocessors; the host estimates the
-// number of these rounds. A last kernel finishes the tables with one block per table at a time,
-// from a list of the misses that are still pending. Its other blocks wait until all tables are
-// finished, and then write the results.
+// number of these rounds (num_wide_rounds). The last kernel, hash_outcome_kernel, finishes the
+// tables with one block per table at a time, from a list of the misses that are still pending. Its
+// other blocks wait until all tables are finished, and then write the results.
 //
 // Buckets are numbered over all tables here, and misses over all tables of the batch. All pointers
 // are to device memory of the caller.
@@ -28,12 +28,12 @@ namespace emb::cuda {
 // The values of `last_in_chain` for a bucket without a chain.
 enum ChainState : int32_t {
   kEmptyChain = -1,
-  kExhaustedBucket = -2,  // no chain, and no entry that this batch may still evict
+  kExhaustedBucket = -2,  // the bucket also has no entry that this batch may still evict
 };
 
 // The slot that a miss chose. The miss gets it if no other miss chose the same bucket.
 struct ChosenSlot {
-  uint8_t way : 5;    // number of the slot in its bucket
+  uint8_t way : 5;    // the slot in its bucket, see args.h
   bool evicts : 1;    // whether the slot has an entry, which is evicted
   bool exhausts : 1;  // whether this batch may evict no entry of the bucket afterwards
 };
@@ -60,7 +60,7 @@ struct Insertion {
   int32_t* chosen_bucket;      // by miss: the bucket that it chose last
   int32_t* pending;      // by miss: from offsets[t] on, a list of pending misses of each table t
   int32_t* num_pending;  // [T], the length of each list
-  int32_t* num_begun_blocks;     // [1], blocks of the last kernel that have begun
+  int32_t* next_block;   // [1], the number of the next block of the last kernel to begin, from 0
   int32_t* num_finished_blocks;  // [1], blocks of the last kernel that have finished their tables
   ChosenSlot* chosen_slot;       // by miss
 
@@ -87,9 +87,9 @@ struct Candidate {
   int way;  // number of its slot in the bucket; -1 for no entry
 };
 
-// Return the entry in this lane's slot of a full bucket. Return no entry if it may not be evicted,
+// Load the entry in this lane's slot of a full bucket. Return no entry if it may not be evicted,
 // because the batch, whose clock is `stamp`, uses it, or because the order evicts nothing.
-EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
+EMB_DEVICE Candidate load_candidate(const Insertion& insertion, int64_t bucket, int64_t stamp) {
   const int64_t slot = bucket * kBucketSlots + lane_in_warp();
   const int64_t* entry = insertion.index.entries + slot * insertion.index.entry_words;
   const int64_t score = has_scores(insertion.order) ? entry[HashEntry::kScore] : 0;
@@ -103,12 +103,12 @@ EMB_DEVICE bool comes_before(const Candidate& a, const Candidate& b) {
   return a.way >= 0 && (b.way < 0 || ranks_below(a.rank, b.rank));
 }
 
-// Return the minimum of `value` over the lanes whose `takes_part` is true; there must be one. All
-// 32 lanes must call this.
-EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
+// Return, in every lane, the minimum of `value` over the lanes whose `is_compared` is true; there
+// must be one. All 32 lanes must call this.
+EMB_DEVICE int64_t min_of_lanes(int64_t value, bool is_compared) {
   const auto high = static_cast<int32_t>(value >> 32);
-  const int32_t min_high = __reduce_min_sync(simt::kFullMask, takes_part ? high : INT32_MAX);
-  const bool has_min = takes_part && high == min_high;
+  const int32_t min_high = __reduce_min_sync(simt::kFullMask, is_compared ? high : INT32_MAX);
+  const bool has_min = is_compared && high == min_high;
   const uint32_t low =
       __reduce_min_sync(simt::kFullMask, has_min ? static_cast<uint32_t>(value) : UINT32_MAX);
   return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(min_high)) << 32 | low);
@@ -116,7 +116,7 @@ EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
 
 // Return, in every lane, the candidate of the lowest rank of all lanes, or no entry if no lane has
 // one. The way of a lane's candidate must be the lane, or -1. All 32 lanes must call this.
-EMB_DEVICE Candidate min_over_warp(HashOrder order, const Candidate& candidate) {
+EMB_DEVICE Candidate lowest_over_warp(HashOrder order, const Candidate& candidate) {
   bool is_lowest = candidate.way >= 0;
   if (__ballot_sync(simt::kFullMask, is_lowest) == 0) return {{}, -1};
   Candidate lowest{};
@@ -142,7 +142,8 @@ EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate
                       candidate.rank);
 }
 
-// Return whether a full bucket is known to have no entry that this batch may evict.
+// Return whether it is known, without reading entries, that this batch may evict no entry of a full
+// bucket.
 EMB_DEVICE bool is_exhausted(const Insertion& insertion, int64_t bucket) {
   return insertion.order == HashOrder::kNone || insertion.last_in_chain[bucket] == kExhaustedBucket;
 }
@@ -156,21 +157,23 @@ struct BucketPair {
 // Load the entries in this lane's slot of two full buckets. `stamp` is the clock.
 EMB_DEVICE BucketPair load_pair(const Insertion& insertion, int32_t first, int32_t second,
                                 int64_t stamp) {
-  return {first, second, lane_entry(insertion, first, stamp), lane_entry(insertion, second, stamp)};
+  return {first, second, load_candidate(insertion, first, stamp),
+          load_candidate(insertion, second, stamp)};
 }
 
 // What a miss chose.
 struct DeviceChoice {
-  int32_t bucket;  // -1 if it is refused
-  ChosenSlot slot;
+  int32_t bucket;   // -1 if the miss is refused
+  ChosenSlot slot;  // unused if it is refused
 };
 
-// Choose between two full buckets for the key of one lane. All 32 lanes must call this. The result
-// is meaningful only in the lane of the key, because each lane compares with its own `entry`.
-EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair& buckets,
-                                    const NewEntry& entry) {
-  Candidate lowest = min_over_warp(insertion.order, buckets.in_first);
-  const Candidate in_second = min_over_warp(insertion.order, buckets.in_second);
+// Choose the entry of the lowest rank in two full buckets, unless `entry` may not evict it. All 32
+// lanes must call this with the buckets of one lane's key. The result is meaningful in that lane
+// only, because each lane passes its own `entry`.
+EMB_DEVICE DeviceChoice choose_entry(const Insertion& insertion, const BucketPair& buckets,
+                                     const NewEntry& entry) {
+  Candidate lowest = lowest_over_warp(insertion.order, buckets.in_first);
+  const Candidate in_second = lowest_over_warp(insertion.order, buckets.in_second);
   const bool takes_second = comes_before(in_second, lowest);
   if (takes_second) lowest = in_second;
   const int way = takes_second ? buckets.in_second.way : buckets.in_first.way;
@@ -185,10 +188,9 @@ EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
   return match_tags(insertion.index.tags + bucket * kBucketSlots, kEmptyTag);
 }
 
-// Choose a bucket for this lane's miss of table t if `is_active`. If a bucket is found, add the
-// miss to the chain of the bucket and return true. Otherwise set its status to kRefused and return
-// false. Return false also for a lane that is not active. The table does not change. All 32 lanes
-// must call this.
+// Choose a bucket for this lane's miss of table t if `is_active`: add the miss to the chain of the
+// bucket and return true, or set its status to kRefused and return false. A lane that is not active
+// returns false and changes nothing. Tags and entries do not change. All 32 lanes must call this.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   NewEntry entry{};
   int32_t first = 0, second = 0;  // the buckets of the key
@@ -227,7 +229,7 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     lanes_left &= lanes_left - 1;
     // In flight during the search.
     if (lanes_left != 0) next_pair = pair_of_lowest_lane(lanes_left);
-    const DeviceChoice choice_of_lane = full_choice(insertion, pair, entry);
+    const DeviceChoice choice_of_lane = choose_entry(insertion, pair, entry);
     if (lane_in_warp() == lane) choice = choice_of_lane;
   }
   if (!is_active) return false;
@@ -242,16 +244,18 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
   return true;
 }
 
-// Return the 32 lowest misses greater than `last` in the chain of a bucket, one per lane in
-// ascending order. If there are fewer, the last lanes get INT32_MAX. All 32 lanes must call this.
-EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
+// Return the 32 lowest misses greater than `previous_member` in the chain of a bucket, one per lane
+// in ascending order. If there are fewer, the last lanes get INT32_MAX. All 32 lanes must call
+// this.
+EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket,
+                                int32_t previous_member) {
   int32_t lane_member = INT32_MAX;
   for (int32_t member = insertion.last_in_chain[bucket]; member >= 0;
        member = insertion.previous_in_chain[member]) {
-    if (member <= last) continue;
+    if (member <= previous_member) continue;
     const int num_lower = __popc(__ballot_sync(simt::kFullMask, lane_member < member));
-    const int32_t previous = __shfl_up_sync(simt::kFullMask, lane_member, 1u);
-    if (lane_in_warp() > num_lower) lane_member = previous;
+    const int32_t lower_member = __shfl_up_sync(simt::kFullMask, lane_member, 1u);
+    if (lane_in_warp() > num_lower) lane_member = lower_member;
     if (lane_in_warp() == num_lower) lane_member = member;
   }
   return lane_member;
@@ -291,8 +295,8 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
   }
 }
 
-// Do what fill_bucket does, with this lane alone, if the chain has at most kLaneMembers members and
-// all get a slot. Otherwise do nothing and return false.
+// Do what fill_bucket does, with this lane alone, and return true, if the chain has at most
+// kLaneMembers members and all get a slot. Otherwise change nothing and return false.
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   constexpr int kLaneMembers = 4;  // members that are kept in registers, sorted
   int32_t members[kLaneMembers] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};
@@ -323,15 +327,15 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
 }
 
 // Replace entries of a full bucket by the members of its chain in order, up to slots_per_round. The
-// entry of the lowest rank is replaced first. `lane_candidate` is the entry in this lane's slot.
-// Return whether the bucket has no entry left that this batch may evict. All 32 lanes must call
-// this.
+// entry of the lowest rank is replaced first. `lane_candidate` is the result of load_candidate for
+// the bucket. Return whether the bucket has no entry left that this batch may evict. All 32 lanes
+// must call this.
 EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket,
                                   Candidate lane_candidate) {
-  Candidate candidate = min_over_warp(insertion.order, lane_candidate);
+  Candidate candidate = lowest_over_warp(insertion.order, lane_candidate);
   int assignable = slots_per_round(__popc(__ballot_sync(simt::kFullMask, lane_candidate.way >= 0)));
-  for (int32_t last = -1; assignable > 0;) {
-    const int32_t member = next_members(insertion, bucket, last);
+  for (int32_t last_member = -1; assignable > 0;) {
+    const int32_t member = next_members(insertion, bucket, last_member);
     const int num_members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
     for (int k = 0; k < num_members && assignable > 0; ++k) {
       const NewEntry entry = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
@@ -341,10 +345,10 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t buc
         lane_candidate.way = -1;  // the slot belongs to this batch now
       }
       --assignable;
-      candidate = min_over_warp(insertion.order, lane_candidate);
+      candidate = lowest_over_warp(insertion.order, lane_candidate);
     }
     if (num_members < kWarpLanes) break;
-    last = __shfl_sync(simt::kFullMask, member, kWarpLanes - 1);
+    last_member = __shfl_sync(simt::kFullMask, member, kWarpLanes - 1);
   }
   return candidate.way < 0;
 }
@@ -359,7 +363,8 @@ EMB_DEVICE void serve_single_member(const Insertion& insertion, int64_t miss, in
 
 // Serve the chains whose founders are misses of this warp, and empty the chains: write tags,
 // entries, and the results of the misses that get a slot. `miss`, of table t, is this lane's miss
-// if `is_active`. All 32 lanes must call this.
+// if `is_active`. All 32 lanes must call this. A barrier, of the block or by the end of a kernel,
+// must separate it from choose_bucket, so that all chains are complete.
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   const bool is_founder =
       is_active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
@@ -391,7 +396,7 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
   const int64_t stamp = *insertion.index.clock;
   const auto entry_of_lowest_lane = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
-    return lane_entry(insertion, __shfl_sync(simt::kFullMask, chosen_bucket, lane), stamp);
+    return load_candidate(insertion, __shfl_sync(simt::kFullMask, chosen_bucket, lane), stamp);
   };
   Candidate next_candidate{};
   if (replacing_lanes != 0) next_candidate = entry_of_lowest_lane(replacing_lanes);
@@ -415,14 +420,14 @@ inline constexpr int kMaxWideRounds = 5;  // rounds on all multiprocessors
 // If the index has more buckets per position of the batch than this, only the chains of buckets
 // that a miss may choose are cleared. This writes two sectors of 32 bytes per miss instead of 4
 // bytes per bucket. The two costs are equal for 16 buckets per miss.
-inline constexpr int64_t kSparseBucketsPerKey = 16;
+inline constexpr int64_t kSparseBucketsPerPosition = 16;
 
-// Clear the chains of all `buckets` buckets if `clears_all`, otherwise of the buckets that misses
-// may choose. All threads of the grid must call this. `shared` is shared memory for two ints.
-EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool clears_all,
+// Clear the chains of all `num_buckets` buckets if `clears_all`, otherwise of the two buckets of
+// each miss. All threads of the grid must call this. `shared` is shared memory for two ints.
+EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t num_buckets, bool clears_all,
                              int* shared) {
   if (clears_all) {
-    for (int64_t i = simt::global_thread(); i < buckets; i += simt::threads_in_grid()) {
+    for (int64_t i = simt::global_thread(); i < num_buckets; i += simt::threads_in_grid()) {
       insertion.last_in_chain[i] = kEmptyChain;
     }
     return;
@@ -439,16 +444,16 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   });
 }
 
-// Initialise slots and statuses [n], and the scratch memory for `buckets` buckets of all tables.
-// `evicted` stays uninitialised, because it is unspecified for misses that evict nothing.
+// Initialise slots and statuses [n], and the scratch memory for `num_buckets` buckets of all
+// tables. `evicted` stays uninitialised, because it is unspecified for misses that evict nothing.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_begin_kernel(Insertion insertion, int64_t n, int64_t buckets, bool clears_all) {
+    hash_begin_kernel(Insertion insertion, int64_t n, int64_t num_buckets, bool clears_all) {
   __shared__ int range[2];
   const DeviceMisses& misses = insertion.misses;
   const int64_t step = simt::threads_in_grid();
   const int64_t num_misses = misses.offsets[insertion.index.num_tables];
-  clear_chains(insertion, buckets, clears_all, range);
-  if (simt::global_thread() == 0) *insertion.num_begun_blocks = *insertion.num_finished_blocks = 0;
+  clear_chains(insertion, num_buckets, clears_all, range);
+  if (simt::global_thread() == 0) *insertion.next_block = *insertion.num_finished_blocks = 0;
   for (int64_t t = simt::global_thread(); t < insertion.index.num_tables; t += step) {
     insertion.num_pending[t] = 0;
   }
@@ -460,10 +465,11 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   }
 }
 
-// Call `body(miss, table, is_active)` for the misses of the batch; `is_active` says whether the
-// miss may choose in this round. All threads of the grid must call this. Whole warps call `body`;
-// lanes without a miss get table -1 and are not active. A bucket may occupy a warp for the miss of
-// one lane, so few misses are distributed over all warps. `shared` is shared memory for two ints.
+// Call `body(miss, table, is_active)` for the misses of the batch; `is_active` says whether
+// max_choosers lets the miss choose in this round. All threads of the grid must call this. Whole
+// warps call `body`; lanes without a miss get table -1 and are not active. A bucket may occupy a
+// warp for the miss of one lane, so few misses are distributed over all warps. `shared` is shared
+// memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* shared,
                                  const Body& body) {
@@ -488,8 +494,8 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   }
 }
 
-// Append this lane's miss to the list of pending misses of its table t, if `is_listed`. All 32
-// lanes must call this.
+// Append this lane's miss to the list of pending misses of its table t, if `is_listed`. The order
+// of a list depends on the order of warps, but no result does. All 32 lanes must call this.
 EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bool is_listed) {
   unsigned lanes_left = __ballot_sync(simt::kFullMask, is_listed);
   while (lanes_left != 0) {
@@ -497,23 +503,24 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
     const int table = __shfl_sync(simt::kFullMask, t, leader);
     const bool is_of_table = is_listed && t == table;
     const unsigned lanes_of_table = __ballot_sync(simt::kFullMask, is_of_table);
-    int32_t first = 0;  // index on the list of the first miss that is added
+    int32_t first_index = 0;  // on the list, of the first miss that is added
     if (lane_in_warp() == leader) {
-      first =
+      first_index =
           atomicAdd(insertion.num_pending + table, static_cast<int32_t>(__popc(lanes_of_table)));
     }
-    first = __shfl_sync(simt::kFullMask, first, leader);
+    first_index = __shfl_sync(simt::kFullMask, first_index, leader);
     if (is_of_table) {
       const int num_lower = __popc(lanes_of_table & ((1u << lane_in_warp()) - 1));
-      insertion.pending[insertion.misses.offsets[table] + first + num_lower] =
+      insertion.pending[insertion.misses.offsets[table] + first_index + num_lower] =
           static_cast<int32_t>(miss);
     }
     lanes_left &= ~lanes_of_table;
   }
 }
 
-// The first kernel of a round: pending misses choose buckets. If `lists_pending`, in the last round
-// that uses all multiprocessors, also list the misses that are in a chain, for the last kernel.
+// The first kernel of a round: pending misses choose buckets. With `lists_pending`, also list the
+// misses that are in a chain, for the last kernel; the host passes it in the last round that uses
+// all multiprocessors.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_choose_kernel(Insertion insertion, int round, bool lists_pending) {
   __shared__ int range[2];
@@ -525,9 +532,9 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   });
 }
 
-// Blocks per multiprocessor, which bound the registers. With three, hash_outcome_kernel spills
-// registers on sm_80. With four, hash_serve_kernel does not spill (nvcc 13.0), but its speed has
-// not been measured.
+// Blocks per multiprocessor that the registers of a thread must allow. With three,
+// hash_outcome_kernel spills registers on sm_80. With four, hash_serve_kernel does not spill (nvcc
+// 13.0), but its speed has not been measured.
 inline constexpr int kServeBlocksPerSm = 3, kOutcomeBlocksPerSm = 2;
 
 // The second kernel of a round: serve all chains.
@@ -542,7 +549,7 @@ inline constexpr int kServeBlocksPerSm = 3, kOutcomeBlocksPerSm = 2;
 // The list of pending misses of a table, in the block that finishes it.
 struct PendingList {
   int32_t* misses;  // in scratch memory, with room for all misses of the table
-  int size;         // misses on the list, the same in every thread
+  int size;         // number of misses on the list, the same in every thread
 
   // Return miss number i of the list, -1 beyond its end.
   EMB_DEVICE int64_t at(int i) const { return i < size ? misses[i] : -1; }
@@ -563,10 +570,11 @@ struct PendingList {
   }
 };
 
-// Run the remaining rounds, from `first_round` on, for the tables block, block + num_blocks, and so
-// on. The rounds of a table end when none of its misses is pending, including the misses that may
-// choose in later rounds only. Neighbours on a list are assigned to different warps. All threads of
-// the block must call this; it contains barriers. `list_size` is shared memory for one int.
+// Run the remaining rounds, from `first_round` >= 1 on, for the tables block, block + num_blocks,
+// and so on. The rounds of a table end when none of its misses is pending, including the misses
+// that may choose in later rounds only. Neighbours on a list are assigned to different warps. All
+// threads of the block must call this; it contains barriers. `list_size` is shared memory for one
+// int.
 EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block,
                               int num_blocks, int* list_size) {
   const auto index_in_tile =
@@ -608,9 +616,9 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
   }
 }
 
-// The slots of the positions of a batch before and after the insertion, and the statuses.
+// The slots and statuses of the positions of a batch.
 struct BatchSlots {
-  const int64_t* slots;   // [n], the slot before the insertion
+  const int64_t* slots;   // [n], the slot before the insertion, as hash_touch_ returns it
   const int32_t* groups;  // [n], the miss of the position, -1 for a hit
   int64_t n;              // positions; 0 if these results are not wanted
   int64_t* new_slots;     // [n] output: the slot after the insertion, -1 for none
@@ -674,19 +682,19 @@ EMB_DEVICE void count_statuses(const Insertion& insertion, const GridSlice& slic
 }
 
 // The last kernel, after `num_rounds` rounds. The first `num_finishers` blocks to begin finish the
-// tables. There must be at least one other block. The other blocks wait until the tables are
+// tables. The other blocks, of which there must be at least one, wait until the tables are
 // finished. Then they count the results of the misses in the index, and write the results of all
-// positions. A block waits only for blocks that began before it.
+// positions. A block waits only for blocks that began before it, so every wait ends.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocksPerSm)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int num_rounds, int num_finishers) {
   __shared__ int range[2];
-  __shared__ int shared_number;
-  if (threadIdx.x == 0) shared_number = atomicAdd(insertion.num_begun_blocks, 1);
+  __shared__ int shared_int;  // the number of this block, then memory for finish_tables
+  if (threadIdx.x == 0) shared_int = atomicAdd(insertion.next_block, 1);
   __syncthreads();
-  const int block = shared_number;
+  const int block = shared_int;
   __syncthreads();
   if (block < num_finishers) {
-    finish_tables(insertion, num_rounds, block, num_finishers, &shared_number);
+    finish_tables(insertion, num_rounds, block, num_finishers, &shared_int);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) atomicAdd(insertion.num_finished_blocks, 1);
@@ -705,46 +713,47 @@ EMB_DEVICE void count_statuses(const Insertion& insertion, const GridSlice& slic
   fill_positions(insertion, batch, slice);
 }
 
-// Return the number of rounds on all multiprocessors for a batch of n positions, at most
-// kMaxWideRounds. `num_buckets` is the number of buckets in the memory of all tables. The result
-// counts the rounds until all misses may choose, if all tables use all their buckets and misses are
-// distributed evenly. It includes one more round for misses whose bucket had no slot left.
+// Return the number of rounds on all multiprocessors for a batch of n positions, 2 to
+// kMaxWideRounds. `num_buckets` is the number of buckets in the memory of all tables. These are the
+// rounds until all misses may choose, if all tables use all their buckets and misses are
+// distributed evenly, and one more for misses whose bucket had no slot left.
 inline int num_wide_rounds(int64_t n, int64_t num_buckets) {
   int rounds = 1;
   while (rounds < kMaxWideRounds - 1 && max_choosers(num_buckets, rounds - 1) < n) ++rounds;
   return rounds + 1;
 }
 
-// Launch `hash_insert_` for a batch of n positions. `buckets` is the number of buckets in the
+// Launch `hash_insert_` for a batch of n positions. `num_buckets` is the number of buckets in the
 // memory of the index. The scratch pointers of `insertion` are set here, from `work`.
 template <class Work>
 void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int64_t n,
-                   int64_t buckets) {
+                   int64_t num_buckets) {
   if (n == 0) return;
   const auto& launcher = work.launcher();
   const int num_tables = insertion.index.num_tables;
   allocate_arrays(work, [&](const auto& take) {
-    take(insertion.last_in_chain, buckets);
+    take(insertion.last_in_chain, num_buckets);
     take(insertion.previous_in_chain, n);
     take(insertion.chosen_bucket, n);
     take(insertion.pending, n);
     take(insertion.num_pending, num_tables);
-    take(insertion.num_begun_blocks, 1);
+    take(insertion.next_block, 1);
     take(insertion.num_finished_blocks, 1);
     take(insertion.chosen_slot, n);
   });
   const unsigned blocks = key_blocks(launcher, n);
-  const bool clears_all = buckets <= kSparseBucketsPerKey * n;
-  launcher(hash_begin_kernel, key_blocks(launcher, clears_all ? n + buckets : n), kTileThreads,
-           insertion, n, buckets, clears_all);
-  const int rounds = num_wide_rounds(n, buckets);
-  for (int round = 0; round < rounds; ++round) {
-    launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
+  const bool clears_all = num_buckets <= kSparseBucketsPerPosition * n;
+  launcher(hash_begin_kernel, key_blocks(launcher, clears_all ? n + num_buckets : n), kTileThreads,
+           insertion, n, num_buckets, clears_all);
+  const int num_rounds = num_wide_rounds(n, num_buckets);
+  for (int round = 0; round < num_rounds; ++round) {
+    const bool lists_pending = round + 1 == num_rounds;
+    launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, lists_pending);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
   const unsigned num_finishers =
       blocks_for(num_tables, 1, launcher.max_grid_blocks(kOutcomeBlocksPerSm));
-  launcher(hash_outcome_kernel, num_finishers + blocks, kTileThreads, insertion, batch, rounds,
+  launcher(hash_outcome_kernel, num_finishers + blocks, kTileThreads, insertion, batch, num_rounds,
            static_cast<int>(num_finishers));
 }
 

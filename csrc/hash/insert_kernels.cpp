@@ -18,18 +18,19 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// How many other keys are hashed after a key before a step of its choice (ChoosingBucket), so that
-// memory has time to answer a prefetch. No measurement of other numbers is recorded.
+// The number of keys that are hashed after a key before a step of its choice (ChoosingBucket), so
+// that memory has time to answer a prefetch. Other numbers were not measured.
 constexpr int kKeysToPrefetchElement = 10;
 constexpr int kKeysToReadElement = kKeysToPrefetchElement + 10;
 constexpr int kKeysToFinish = kKeysToReadElement + 8;
 constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
-// How many choices are executed between a prefetch for a choice and its execution: kChoicesAhead
-// for the chosen entry, kChoicesToNeighbours for the entries that `add_element` compares.
+// The number of choices that are executed between a prefetch for a choice and its execution:
+// kChoicesAhead for the chosen entry, kChoicesToNeighbours for the entries that `add_element`
+// compares.
 constexpr int kChoicesAhead = 12, kChoicesToNeighbours = 6;
 // Maximum number of elements, from the front of a queue, with which a new element is compared.
 constexpr int kMaxComparisons = 8;
-constexpr int kWayBits = 5;  // bits of `way`, the number of a slot in its bucket
+constexpr int kWayBits = 5;  // bits of a way
 constexpr int kWayMask = kBucketSlots - 1;
 
 // Return the rank of the entry with the words `entry`.
@@ -155,9 +156,9 @@ EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRan
 }
 
 // Add an element for the entry in slot `way`, which has no element because it is new or its rank
-// rose. It is inserted before the first element of a higher known rank. If at most kMaxComparisons
-// do not find that element, the rest of the queue is dropped, because entries without an element
-// must rank above the last known rank. An empty queue and the queue of LRU do not change.
+// rose. It is inserted before the first element of a higher known rank. If kMaxComparisons do not
+// find that element, the rest of the queue is dropped, because entries without an element must rank
+// above the last known rank. An empty queue and the queue of LRU do not change.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;
@@ -187,9 +188,9 @@ EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   queue.elements[index] = static_cast<uint8_t>(element);
 }
 
-// Find the entry of the lowest rank that this batch does not use, reading the queue and the entries
-// of its elements. Return whether these decide which entry that is. If so, write it to `candidate`,
-// or kNoSlot if the batch uses all entries; otherwise `candidate` is unspecified.
+// Read the queue and the entries of its elements. Return whether they decide which entry has the
+// lowest rank of those that this batch does not use. If so, write that entry to `candidate`, with
+// slot kNoSlot if the batch uses all entries; otherwise `candidate` is unspecified.
 EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate) {
   const EvictionQueue& queue = *bucket.queue;
   *candidate = {};
@@ -247,9 +248,9 @@ EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   return candidate;
 }
 
-// Call `body()` while no other thread uses the queue of a bucket, and return true. If another
-// thread uses the queue, return false without the call. If `is_shared` is false, there must be no
-// other thread, and the queue is not locked.
+// Lock the queue of a bucket, call `body()` and return true. If another thread has locked it,
+// return false without the call. If `is_shared` is false, no other thread may use the queue, and it
+// is not locked.
 template <class Body>
 EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
   if (is_shared && __atomic_exchange_n(&queue->is_locked, uint8_t{1}, __ATOMIC_ACQUIRE) != 0) {
@@ -260,7 +261,7 @@ EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
   return true;
 }
 
-// Return how many entries of a bucket may be evicted.
+// Return how many entries of a full bucket may be evicted: those that the batch does not use.
 EMB_HD int count_evictable(const HashInsertion& insertion, int64_t bucket) {
   const int64_t* entries = insertion.table.entry(bucket * kBucketSlots);
   int count = 0;
@@ -293,7 +294,7 @@ struct ChoosingBucket {
   int64_t bucket;               // number of the bucket
   EvictionCandidate candidate;  // the entry that a full bucket evicts first
   int num_empty;                // empty slots, known after `finish`
-  bool is_decided;              // whether `candidate` is known
+  bool is_decided;              // whether `candidate` is known; false for a bucket with empty slots
 
   EMB_HD void begin(const HashInsertion& insertion, int64_t bucket_) {
     bucket = bucket_;
@@ -343,7 +344,7 @@ struct ChoosingBucket {
     if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.entry_words);
     if (has_no_candidate || insertion.order == HashOrder::kNone || count_empty(insertion) > 0)
       return;
-    constexpr int64_t kLineWords = 64 / sizeof(int64_t);
+    constexpr int64_t kLineWords = kCacheLineBytes / sizeof(int64_t);
     for (int64_t w = 0; w < kBucketSlots * insertion.table.entry_words; w += kLineWords) {
       __builtin_prefetch(queued.entries + w);
     }

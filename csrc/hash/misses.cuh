@@ -23,10 +23,10 @@ inline constexpr uint32_t kNoCell = UINT32_MAX;               // the cell of a p
 inline constexpr uint32_t kEmptyCell = UINT32_MAX;            // the value of an unclaimed cell
 inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;  // the bit that marks a numbered cell
 
-// The cell of a key, and whether no other thread had claimed it before.
+// The result of KeyCells::claim.
 struct CellClaim {
-  uint32_t cell;
-  bool is_new;
+  uint32_t cell;  // the cell of the key
+  bool is_new;    // whether no thread had claimed it before: true for one position per key
 };
 
 // A scratch hash table whose keys are pairs of a table and a key. The value of a cell is
@@ -56,13 +56,14 @@ struct KeyCells {
     }
   }
 
-  // Return whether `position` is the first position of the key in `cell`, after all positions have
-  // claimed their cells. Return false if `cell` is kNoCell, or if it has been numbered.
+  // Return whether `position` is the first position of the key in `cell`; false if `cell` is
+  // kNoCell or has been numbered. An earlier kernel must have claimed the cells of all positions.
   EMB_DEVICE bool is_first(uint32_t cell, int64_t position) const {
     return cell != kNoCell && cells[cell] == static_cast<uint32_t>(position);
   }
 
-  // Wait until a cell is numbered; return the number of its miss.
+  // Wait until a thread has numbered `cell`, which must not be kNoCell. Return the number of its
+  // miss.
   EMB_DEVICE int32_t wait_for_number(uint32_t cell) const {
     for (;;) {
       // Volatile: memory is read at every iteration.
@@ -79,7 +80,7 @@ struct MissOutput {
 };
 
 // The plan of a batch, in scratch memory. F is the number of segments. hash_begin_batch_kernel
-// (find.cuh) writes the plan and sets `part_counts`, `num_taken_parts` and `num_misses` to 0;
+// (find.cuh) writes the plan and sets `part_counts`, `next_part` and `num_misses` to 0;
 // hash_touch_kernel counts the misses.
 struct BatchPlan {
   int32_t* segments;  // [F], the segments in the order of their tables; segments of no table last
@@ -87,10 +88,10 @@ struct BatchPlan {
   int32_t* write_indices;  // [T + 1], used by plan_batch: the index in `segments` at which the next
                            // segment of each table is written, then the next segment of no table
   int64_t* num_misses;     // [T], by table
-  // [parts]: 0 until a block has counted the first positions of the part, then their number + 1.
+  // [num_parts]: the number of first positions of the part, plus 1; 0 until a block has counted.
   int32_t* part_counts;
-  int32_t* num_taken_parts;  // [1], the number of parts that blocks have taken
-  int32_t* is_valid;  // [1], whether the segments cover the batch from starts[0] >= 0 on, in order
+  int32_t* next_part;  // [1], the part that the next block takes, from 0
+  int32_t* is_valid;   // [1], whether the segments cover the batch from starts[0] >= 0 on, in order
 };
 
 // Return the number of cells for a batch of n < 2^31 keys: a power of two from 64 to 2^31, at least
@@ -174,18 +175,18 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   *plan.is_valid = is_valid;
 }
 
-// Call `body(i, position)` for the positions of part `part` of the batch, tile by tile. `position`
-// has the index i in the order of the plan; it is -1 if i is beyond the end of the batch. If the
-// plan is invalid, `position` is i. All threads of the block must call this, and all call `body`
-// equally often. `range` is shared memory for two ints.
+// Call `body(i, position)` for the positions of part `part` of the batch, one per thread, tile by
+// tile. `position` has the index i in the order of the plan; it is -1 if i is beyond the end of the
+// batch. If the plan is invalid, `position` is i. All threads of the block must call this, and all
+// call `body` equally often, so that it may have barriers. `range` is shared memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_in_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
                                  int* range, const Body& body) {
   const auto start = [&](int i) { return plan.starts[i]; };
   const bool is_valid = *plan.is_valid != 0;
   const int64_t num_in_segments = plan.starts[batch.num_segments];
-  const int64_t part_end = block_begin(batch.n, part + 1);
-  for (int64_t tile = block_begin(batch.n, part); tile < part_end; tile += kTileThreads) {
+  const int64_t part_end = part_begin(batch.n, part + 1);
+  for (int64_t tile = part_begin(batch.n, part); tile < part_end; tile += kTileThreads) {
     const int64_t end = tile + kTileThreads < batch.n ? tile + kTileThreads : batch.n;
     const int64_t i = tile + threadIdx.x;
     int64_t position = i < end ? i : -1;
@@ -263,68 +264,72 @@ inline constexpr int kNumberBlocksPerSm = 6;
 // is not the first position of a miss writes one of these zeros; the first such position writes the
 // last element.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocksPerSm)
-    hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
+    hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells key_cells,
                        const int64_t* uses, MissOutput out) {
   __shared__ int range[2];
   __shared__ int64_t sums[kBlockWarps];
   __shared__ int counts[kBlockWarps];
   __shared__ int part_of_block;
-  if (threadIdx.x == 0) part_of_block = atomicAdd(plan.num_taken_parts, 1);
+  if (threadIdx.x == 0) part_of_block = atomicAdd(plan.next_part, 1);
   __syncthreads();
   const auto part = static_cast<unsigned>(part_of_block);
   if (part == 0) write_offsets(num_tables, plan, out.offsets, sums);
   const bool is_valid = *plan.is_valid != 0;
   const auto cell_at = [&](int64_t position) {
-    return is_valid && position >= 0 ? keys.cell_of_position[position] : kNoCell;
+    return is_valid && position >= 0 ? key_cells.cell_of_position[position] : kNoCell;
   };
   int64_t thread_count = 0;  // first positions
   for_each_in_part(batch, plan, part, range, [&](int64_t, int64_t position) {
-    thread_count += keys.is_first(cell_at(position), position);
+    thread_count += key_cells.is_first(cell_at(position), position);
   });
   int64_t num_before = publish_and_sum_counts(plan, part, thread_count, sums);
   for_each_in_part(batch, plan, part, range, [&](int64_t i, int64_t position) {
     const uint32_t cell = cell_at(position);
-    const bool is_first = keys.is_first(cell, position);
+    const bool is_first = key_cells.is_first(cell, position);
     int total;
+    // The miss, if this is its first position; else the number of misses before it.
     const int64_t number = num_before + exclusive_count(is_first, counts, &total);
     num_before += total;
-    // The index of the element that this position writes. i - number of the positions before i are
-    // not first positions.
-    const int64_t target = is_first ? number : batch.n - 1 - (i - number);
+    // The element that this position writes: `i - number` earlier positions are not the first of a
+    // miss, and they have written the last elements.
+    const int64_t element = is_first ? number : batch.n - 1 - (i - number);
     if (position >= 0) {
-      out.first_positions[target] = is_first ? position : 0;
-      out.totals[target] = !is_first ? 0 : (uses == nullptr ? 1 : uses[position]);
+      out.first_positions[element] = is_first ? position : 0;
+      out.totals[element] = !is_first ? 0 : (uses == nullptr ? 1 : uses[position]);
     }
     if (is_first) {
       __threadfence();  // a thread that sees the number adds to the uses, so these come first
-      atomicExch(keys.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
+      atomicExch(key_cells.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
     }
     __syncthreads();  // the numbers of this tile are written before its threads wait for them
-    const int32_t miss = cell == kNoCell ? -1 : keys.wait_for_number(cell);
+    const int32_t miss = cell == kNoCell ? -1 : key_cells.wait_for_number(cell);
     if (position >= 0) out.groups[position] = miss;
     add_repeated_uses(is_first ? -1 : miss, uses, position, out.totals);
   });
 }
 
-// Return cells for a batch of n keys in scratch memory of `work`; they are not empty yet.
+// Allocate cells for a batch of n keys in scratch memory of `work`. They are uninitialised:
+// hash_begin_batch_kernel or hash_clear_kernel must empty them.
 template <class Work>
-KeyCells key_cells(Work& work, int64_t n) {
+KeyCells allocate_key_cells(Work& work, int64_t n) {
   const int64_t cells = num_cells(n);
   return {work.template scratch<uint32_t>(cells), static_cast<uint32_t>(cells - 1),
           work.template scratch<uint32_t>(n), batch_hash_key()};
 }
 
-// Return a plan for a batch in `parts` parts, in scratch memory of `work`; it is not written yet.
+// Allocate a plan for a batch in `num_parts` parts, in scratch memory of `work`. It is
+// uninitialised; hash_begin_batch_kernel writes it.
 template <class Work>
-BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned parts) {
+BatchPlan allocate_batch_plan(Work& work, const KeyBatch& batch, int num_tables,
+                              unsigned num_parts) {
   BatchPlan plan{};
   allocate_arrays(work, [&](const auto& take) {
     take(plan.segments, batch.num_segments);
     take(plan.starts, int64_t{batch.num_segments} + 1);
     take(plan.write_indices, int64_t{num_tables} + 1);
     take(plan.num_misses, num_tables);
-    take(plan.part_counts, parts);
-    take(plan.num_taken_parts, 1);
+    take(plan.part_counts, num_parts);
+    take(plan.next_part, 1);
     take(plan.is_valid, 1);
   });
   return plan;

@@ -12,26 +12,29 @@ namespace emb::cuda {
 // Write the slot of every key to `slots` [n], kNoSlot for a missing key, and claim a cell for each
 // key that has a slot. The cells must be empty before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_find_and_claim_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
+    hash_find_and_claim_kernel(DeviceIndex index, KeyBatch batch, KeyCells key_cells,
+                               int64_t* slots) {
   __shared__ int range[2];
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     if (position >= batch.n) return;
     const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
     slots[position] = slot;
-    keys.cell_of_position[position] = slot >= 0 ? keys.claim(batch, position, t).cell : kNoCell;
+    key_cells.cell_of_position[position] =
+        slot >= 0 ? key_cells.claim(batch, position, t).cell : kNoCell;
   });
 }
 
-// Empty the slot of every key that has one. `keys` and `slots` are as the kernel above left them.
-// In `slots`, the first position of a key keeps the slot; the others get kNoSlot. Count the erased
-// keys, and correct the sizes of the tables.
+// Empty the slot of every key that has one, after hash_find_and_claim_kernel for the same
+// arguments. In `slots`, the first position of a key keeps the slot; the others get kNoSlot. Count
+// the erased keys, and correct the sizes of the tables.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
+    hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells key_cells, int64_t* slots) {
   __shared__ int range[2];
   TableTally erased = counter_tally(index, HashCounter::kErased);
   TableTally sizes = size_tally(index);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
-    const bool is_erased = t >= 0 && keys.is_first(keys.cell_of_position[position], position);
+    const bool is_erased =
+        t >= 0 && key_cells.is_first(key_cells.cell_of_position[position], position);
     if (is_erased) {
       index.tags[index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slots[position]] =
           kEmptyTag;
@@ -45,8 +48,9 @@ namespace emb::cuda {
   sizes.flush();
 }
 
-// `hash_expire_` removes the keys whose stamp is less than `min_stamp` from the buckets
-// [first_bucket, first_bucket + num_buckets) of a table.
+// The keys that `hash_expire_` removes: those whose stamp is less than `min_stamp`, in the buckets
+// [first_bucket, first_bucket + num_buckets) of a table. The window must lie in the memory of the
+// table; not checked.
 struct ExpireWindow {
   int table;
   int64_t first_bucket, num_buckets;
@@ -83,11 +87,11 @@ template <class Work>
 void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, int64_t* slots) {
   if (batch.n == 0) return;
   const auto& launcher = work.launcher();
-  const KeyCells keys = key_cells(work, batch.n);
+  const KeyCells key_cells = allocate_key_cells(work, batch.n);
   const unsigned blocks = key_blocks(launcher, batch.n);
-  launcher(hash_clear_kernel, blocks, kTileThreads, keys.cells, keys.mask);
-  launcher(hash_find_and_claim_kernel, blocks, kTileThreads, index, batch, keys, slots);
-  launcher(hash_erase_kernel, blocks, kTileThreads, index, batch, keys, slots);
+  launcher(hash_clear_kernel, blocks, kTileThreads, key_cells.cells, key_cells.mask);
+  launcher(hash_find_and_claim_kernel, blocks, kTileThreads, index, batch, key_cells, slots);
+  launcher(hash_erase_kernel, blocks, kTileThreads, index, batch, key_cells, slots);
 }
 
 // Launch `hash_expire_`: write `removed`, [num_buckets * kBucketSlots], and change the index.

@@ -4,13 +4,13 @@
 //
 // Copies: a warp copies the rows of 32 positions at a time. Each lane computes, once, the source
 // and the target address of the row of its position. Then groups of lanes copy the rows and get the
-// addresses by shuffles. The lanes of a group load a unit of kRowsInFlight rows each before they
-// store the first. Rows are copied as bytes, in units of 16 bytes if all addresses allow it,
-// otherwise of 8, 4 or 2.
+// addresses by shuffles. A lane loads a unit of each of kRowsInFlight rows before it stores the
+// first. Rows are copied as bytes, in units of 16 bytes if all addresses allow it, otherwise of 8,
+// 4 or 2.
 //
-// Writes: if a batch repeats a slot, its last row is written. Positions claim cells of a scratch
-// table by slot. Whatever the order of threads, in the end a cell has the last position of its
-// slot.
+// Writes: if a batch repeats a slot, only its last row is written. Positions claim cells of a
+// scratch table by slot. Whatever the order of threads, in the end a cell has the last position of
+// its slot.
 //
 // Additions: the rows are grouped by slot. A group of lanes adds the rows of a slot in order, with
 // kRowsInFlight rows in registers.
@@ -30,7 +30,7 @@
 
 namespace emb::cuda {
 
-// The units in which rows are copied are these two, uint32_t and uint16_t.
+// Rows are copied in units of one of these types, uint32_t or uint16_t.
 using Unit16 = simt::Pack16;
 using Unit8 = simt::Pack8;
 
@@ -91,15 +91,15 @@ EMB_DEVICE T* pointer_of_lane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(simt::kFullMask, bits, lane));
 }
 
-// Return the position of set bit number n, from 0, of a mask. If the mask has at most n set bits,
-// the result is in [0, 32) but otherwise unspecified.
+// Return the index of the n-th set bit of a mask, n from 0. If the mask has at most n set bits, the
+// result is in [0, 32) but otherwise unspecified.
 EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   int bit = 0;
 #pragma unroll
   for (int width = kWarpLanes / 2; width > 0; width /= 2) {
-    const int lower = __popc((mask >> bit) & ((1u << width) - 1));
-    if (n >= lower) {
-      n -= lower;
+    const int num_lower = __popc((mask >> bit) & ((1u << width) - 1));
+    if (n >= num_lower) {
+      n -= num_lower;
       bit += width;
     }
   }
@@ -108,7 +108,8 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
 
 // Copy the rows of the warp's lanes; `copy` is the copy of this lane's row. kHasSecondTarget must
 // be true if second_target may be set. If kStreams, `to` is stored as data that is not read soon.
-// `default_word` has the default value, see RowMatrix. All 32 lanes must call this.
+// `default_word` is the result of RowMatrix::default_word; it is used where `from` is null. All 32
+// lanes must call this.
 template <bool kHasSecondTarget, bool kStreams, class Unit>
 EMB_DEVICE void copy_lane_rows(const RowUnits& row_units, RowCopy<Unit> copy,
                                uint32_t default_word) {
@@ -154,8 +155,9 @@ EMB_DEVICE void copy_lane_rows(const RowUnits& row_units, RowCopy<Unit> copy,
   }
 }
 
-// Find keys. Write their rows to `out` [n], default values for missing keys. Write to `found` [n]
-// whether the index has each key. FindRowsCall describes the numbers of rows.
+// Find keys. Write their rows to `out`, n contiguous rows, default values for missing keys. Write
+// to `found` [n] whether the index has each key. FindRowsCall says which row of `values` is that of
+// a slot.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_find_rows_kernel(DeviceIndex index, KeyBatch batch, RowArray<const Unit> values,
@@ -186,7 +188,7 @@ struct StartingRows {
 };
 
 // Write the rows of new keys to the matrix unless starting.data is null. Also write the row of
-// every position to `out` [n], contiguous, unless `out` is null. A position whose slot has no row
+// every position to `out`, n contiguous rows, unless that is null. A position whose slot has no row
 // gets default values.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
@@ -219,8 +221,9 @@ struct SlotCells {
   uint32_t* cell_of_position;  // [n], by position: its cell; unset for negative slots
 };
 
-// Claim the cells of all positions. The cells must be empty before. The value of a claimed cell
-// only increases, and all its values are positions of one slot.
+// Claim the cells of all positions with a slot, and write their cell_of_position. The cells must be
+// empty before. The value of a claimed cell only increases, and all its values are positions of one
+// slot.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_claim_last_kernel(const int64_t* slots, int64_t n, SlotCells slot_cells) {
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
@@ -268,13 +271,17 @@ struct SlotGroups {
   int64_t n;
 };
 
+// The number of columns that a lane of hash_add_rows_kernel holds: 16 bytes.
+template <class T>
+inline constexpr int kLaneColumns = 16 / static_cast<int>(sizeof(T));
+
 // Add `rows` [n, dim], contiguous rows by position, to the rows in their slots, in the order of
 // positions. Every sum is rounded to T. `lanes` is the number of lanes that add to a row.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
     hash_add_rows_kernel(RowArray<T> values, SlotGroups groups, int64_t dim, int lanes,
                          const T* rows) {
-  constexpr int kColumns = 16 / static_cast<int>(sizeof(T));  // columns that a lane holds
+  constexpr int kColumns = kLaneColumns<T>;
   const LaneGroup lane(lanes);
   const int64_t step = simt::warps_in_grid() * lane.groups_in_warp();
   const int count = *groups.count;
@@ -334,37 +341,38 @@ struct EvictedMatrix {
   void* out;
 };
 
-// Write `evicted.counts`.
+// Count the evicted keys in the range of misses of each block: write `evicted.counts`.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_count_evicted_kernel(EvictedKeys evicted) {
   __shared__ int64_t sums[kBlockWarps];
   int64_t num_evicted = 0, total;  // evicted keys of this thread, of the block
-  const int64_t end = block_begin(evicted.n, blockIdx.x + 1);
-  for (int64_t i = block_begin(evicted.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
+  const int64_t end = part_begin(evicted.n, blockIdx.x + 1);
+  for (int64_t i = part_begin(evicted.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
     num_evicted += evicted.is_evicting(i);
   }
   exclusive_sum(num_evicted, sums, &total);
   if (threadIdx.x == 0) evicted.counts[blockIdx.x] = static_cast<int32_t>(total);
 }
 
-// Gather the rows of evicted keys of one matrix to `rows`, and their entries unless the pointers of
-// `entries` are null. The grid must have as many blocks as that of hash_count_evicted_kernel.
+// Gather the rows of evicted keys of one matrix to `rows`, contiguous, and their entries unless the
+// pointers of `entries` are null. hash_count_evicted_kernel must have run before, with as many
+// blocks.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits row_units,
                              EvictedEntries entries, Unit* rows) {
   __shared__ int64_t sums[kBlockWarps];
-  int64_t before = 0, total;
+  int64_t num_before = 0, total;  // evicted keys before those of this tile; in this tile
   for (unsigned block = threadIdx.x; block < blockIdx.x; block += kTileThreads) {
-    before += evicted.counts[block];
+    num_before += evicted.counts[block];
   }
-  exclusive_sum(before, sums, &before);
-  const int64_t end = block_begin(evicted.n, blockIdx.x + 1);
-  for (int64_t tile = block_begin(evicted.n, blockIdx.x); tile < end; tile += kTileThreads) {
+  exclusive_sum(num_before, sums, &num_before);
+  const int64_t end = part_begin(evicted.n, blockIdx.x + 1);
+  for (int64_t tile = part_begin(evicted.n, blockIdx.x); tile < end; tile += kTileThreads) {
     const int64_t miss = tile + threadIdx.x;
     const bool is_evicting = evicted.is_evicting(miss);
-    const int64_t target = before + exclusive_sum(is_evicting, sums, &total);
-    before += total;
+    const int64_t target = num_before + exclusive_sum(is_evicting, sums, &total);
+    num_before += total;
     RowCopy<Unit> copy;
     if (is_evicting && entries.keys != nullptr) {
       entries.keys[target] = evicted.words[3 * miss + HashEntry::kKey];
@@ -378,7 +386,7 @@ __global__ void __launch_bounds__(kTileThreads)
     copy_lane_rows<false, true>(row_units, copy, 0);
   }
   if (entries.count != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
-    *entries.count = before;
+    *entries.count = num_before;
   }
 }
 
@@ -392,15 +400,16 @@ void with_unit(const RowBytes& rows, const Body& body) {
   body(uint16_t{}, rows.row_bytes / 2);
 }
 
-inline RowUnits units_of_row(int64_t units) { return {units, lanes_per_row(units, 1)}; }
+// Return how rows of `num_units` units are copied.
+inline RowUnits units_of_row(int64_t num_units) { return {num_units, lanes_per_row(num_units, 1)}; }
 
 template <class Unit>
 RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t num_rows) {
   return {static_cast<Unit*>(data), stride_bytes / static_cast<int64_t>(sizeof(Unit)), num_rows};
 }
 
-// The launches of the ops. `rows` is the matrix; its alignment must cover the addresses of the
-// other rows (RowMatrix::as_bytes). Rows by position are contiguous, of rows.row_bytes bytes each.
+// The launches of the ops. `rows` is the matrix; its alignment must also be that of the other
+// addresses (RowMatrix::as_bytes). Rows by position are contiguous, of rows.row_bytes bytes each.
 
 // Launch `hash_find_rows`: write `out` [n] and `found` [n].
 template <class Launcher>
@@ -461,9 +470,8 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
   if (groups.n == 0) return;
   with_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kColumns = 16 / static_cast<int>(sizeof(T));
     const int64_t dim = rows.row_bytes / static_cast<int64_t>(sizeof(T));
-    const int lanes = lanes_per_row(dim, kColumns);
+    const int lanes = lanes_per_row(dim, kLaneColumns<T>);
     launcher(hash_add_rows_kernel<T>,
              blocks_for(groups.n, kTileThreads / lanes, launcher.max_grid_blocks(kFullBlocksPerSm)),
              kTileThreads, row_array<T>(rows.data, rows.stride, rows.num_rows), groups, dim, lanes,

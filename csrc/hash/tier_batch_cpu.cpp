@@ -104,14 +104,14 @@ struct BatchStores {
     }
     put.insert(store.overflow, n);
     int64_t num_dropped = 0;
-    put.for_dropped([&](int64_t, const int64_t*) { ++num_dropped; },
-                    [&](int64_t) { ++num_dropped; });
+    put.for_each_dropped([&](int64_t, const int64_t*) { ++num_dropped; },
+                         [&](int64_t) { ++num_dropped; });
     put.write(rows.get());
     return num_dropped;
   }
 };
 
-// The records of the missing keys of a batch.
+// The records that stores have of the missing keys of a batch.
 struct StoredMisses {
   std::vector<int64_t> slots;  // by miss: the slot of the key in its store, kNoSlot if it has none
 
@@ -157,26 +157,28 @@ struct TableMoves {
   // Results, see SwappedMisses of emblib/ops/tiers.py. If the op changes the stores, the first
   // three are empty, otherwise `dropped` is. The others have room for all misses of the table.
   Tensor demoted, demoted_rows, promoted, refused, dropped;
-  // The evicted entries, [misses, 3], and their rows, [misses, row_bytes]. They are in `change_` if
-  // the op changes the stores, otherwise in `demoted` and `demoted_rows`.
+  // The evicted entries, [num_misses, 3], and their rows, [num_misses, row_bytes]. They are in
+  // `change_` if the op changes the stores, otherwise in `demoted` and `demoted_rows`.
   int64_t* entries;
   char* rows;
-  std::vector<int64_t> demoted_numbers;  // by miss of the table: its evicted row, -1 for none
+  std::vector<int64_t> demoted_numbers;  // by miss of the table: the number in `entries` and `rows`
+                                         // of the key that it evicted, -1 for none
   int64_t counts[kNumTierCounts] = {};
-  int64_t num_dropped = 0;
+  int64_t num_dropped = 0;  // keys in `dropped`
 
-  TableMoves(const Tensor& like, int64_t misses, const HostStore& store, bool changes_store)
-      : demoted(allocate_words(like, {changes_store ? 0 : misses, 3})),
-        demoted_rows(
-            allocate_output(like, {changes_store ? 0 : misses, store.row_bytes}, ScalarType::Byte)),
-        promoted(allocate_words(like, {changes_store ? 0 : misses})),
-        refused(allocate_words(like, {misses, 3})),
-        dropped(allocate_words(like, {changes_store ? misses : 0})),
+  // `num_misses` is the number of missing keys of the table.
+  TableMoves(const Tensor& like, int64_t num_misses, const HostStore& store, bool changes_store)
+      : demoted(allocate_words(like, {changes_store ? 0 : num_misses, 3})),
+        demoted_rows(allocate_output(like, {changes_store ? 0 : num_misses, store.row_bytes},
+                                     ScalarType::Byte)),
+        promoted(allocate_words(like, {changes_store ? 0 : num_misses})),
+        refused(allocate_words(like, {num_misses, 3})),
+        dropped(allocate_words(like, {changes_store ? num_misses : 0})),
         entries(demoted.mutable_data_ptr<int64_t>()),
         rows(static_cast<char*>(demoted_rows.mutable_data_ptr())),
-        demoted_numbers(misses, -1) {
+        demoted_numbers(num_misses, -1) {
     if (!changes_store) return;
-    change_.emplace(store, misses);
+    change_.emplace(store, num_misses);
     entries = change_->entries.get();
     rows = change_->rows.get();
   }
@@ -244,7 +246,7 @@ struct TableMoves {
     store.erase(change_->promoted_slots.get(), counts[kPromotedKeys]);
     change_->put.insert(entries, counts[kDemotedKeys]);
     auto* const keys = dropped.mutable_data_ptr<int64_t>();
-    change_->put.for_dropped(
+    change_->put.for_each_dropped(
         [&](int64_t, const int64_t* evicted) { keys[num_dropped++] = evicted[HashEntry::kKey]; },
         [&](int64_t i) { keys[num_dropped++] = entries[3 * i + HashEntry::kKey]; });
     change_->put.write(rows);
@@ -264,15 +266,15 @@ struct TableMoves {
   // Memory for `change_store`.
   struct StoreChange {
     StorePut put;
-    Scratch<int64_t> entries;         // [misses, 3], see TableMoves
-    Scratch<char> rows;               // [misses, row_bytes]
-    Scratch<int64_t> promoted_slots;  // [misses], slots of the promoted keys in the store
+    Scratch<int64_t> entries;         // [num_misses, 3], see TableMoves
+    Scratch<char> rows;               // [num_misses, row_bytes]
+    Scratch<int64_t> promoted_slots;  // [num_misses], slots of the promoted keys in the store
 
-    StoreChange(const HostStore& store, int64_t misses)
-        : put(store, misses),
-          entries(new_scratch<int64_t>(3 * misses)),
-          rows(new_scratch<char>(misses * store.row_bytes)),
-          promoted_slots(new_scratch<int64_t>(misses)) {}
+    StoreChange(const HostStore& store, int64_t num_misses)
+        : put(store, num_misses),
+          entries(new_scratch<int64_t>(3 * num_misses)),
+          rows(new_scratch<char>(num_misses * store.row_bytes)),
+          promoted_slots(new_scratch<int64_t>(num_misses)) {}
   };
   std::optional<StoreChange> change_;  // has a value if the op changes the stores
 };

@@ -29,7 +29,7 @@ namespace {
 
 // The slot of a miss, and the rows that a swap copies out of it and into it.
 struct SlotSwap {
-  int64_t slot;         // -1 for none: then demoted_row is -1, and no row is copied
+  int64_t slot;         // in the row buffers; -1 for none: then no row is copied
   int64_t demoted_row;  // number of the demoted row that leaves the slot, -1 for none
   int64_t stored_row;   // number of the stored row that enters the slot, -1 for none
 };
@@ -40,7 +40,8 @@ struct SwapCall {
   static constexpr const char* kOp = "tier_swap_";
 
   PackedRows table;             // the rows of the table, by slot
-  int64_t n, num_found;         // numbers of misses, and of misses whose row is in the store
+  int64_t n;                    // number of misses
+  int64_t num_found;            // number of misses whose row is in the store
   const int64_t* evicted;       // [n, 3], by miss: key, stamp and score of the evicted entry;
                                 // read only where the status is kEvicting
   const int64_t* found;         // [num_found], the misses whose row is in the store
@@ -244,21 +245,21 @@ int64_t copy_dropped(const HostStore& store, const StorePut& put, const int64_t*
   int64_t count = 0;
   auto* entry = dropped.mutable_data_ptr<int64_t>();
   auto* row = static_cast<char*>(dropped_rows.mutable_data_ptr());
-  const auto append = [&](const int64_t* key, const void* head, const char* values) {
-    entry[HashEntry::kKey] = *key;
+  const auto append = [&](int64_t key, const void* head, const char* packed_row) {
+    entry[HashEntry::kKey] = key;
     std::memcpy(entry + HashEntry::kStamp, head, store.records.head_bytes());
-    std::memcpy(row, values, store.row_bytes);
+    std::memcpy(row, packed_row, store.row_bytes);
     entry += 3;
     row += store.row_bytes;
     ++count;
   };
-  put.for_dropped(
+  put.for_each_dropped(
       [&](int64_t slot, const int64_t* evicted) {
-        append(evicted + HashEntry::kKey, store.records.at(slot), store.row(slot));
+        append(evicted[HashEntry::kKey], store.records.at(slot), store.row(slot));
       },
       [&](int64_t i) {
         const int64_t* refused = entries + 3 * i;
-        append(refused + HashEntry::kKey, refused + HashEntry::kStamp, rows + i * store.row_bytes);
+        append(refused[HashEntry::kKey], refused + HashEntry::kStamp, rows + i * store.row_bytes);
       });
   return count;
 }

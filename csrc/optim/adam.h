@@ -2,20 +2,21 @@
 // Adam (Kingma & Ba, 2015) is lazy, as torch.optim.SparseAdam: only rows with a gradient are
 // updated. LAMB (You et al., 2020) is Adam with steps scaled to the norm of the row.
 //
-// Element-wise states: the first moment m, then the second moment v, unless that is row-wise.
+// State 0 is the first moment of each element (`m`). The second moment is state 1 (`v`) of each
+// element or, in the variants, row-wise state 0.
 #pragma once
 
 #include "optim/functor.h"
 
 namespace emb {
 
-// Base of the optimizers of this file: the moments and their bias corrections. correction1 is 1 /
-// (1 - beta1^step), the factor of the first moment; correction2 is 1 / sqrt(1 - beta2^step), the
-// factor of the root of the second moment.
+// Base of the optimizers of this file: the moments and their bias corrections.
 struct AdamMoments {
-  enum Column : int { kBeta1 = Hyper::kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
+  enum Column : int { kBeta1 = Hyper::kOptimizerArgs, kBeta2, kEps };
   static constexpr bool kCountsSteps = true;
-  float lr, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, correction1, correction2;
+  float lr, beta1, beta2, eps, one_minus_beta1, one_minus_beta2;
+  float correction1;  // 1 / (1 - beta1^step), the factor of the first moment
+  float correction2;  // 1 / sqrt(1 - beta2^step), the factor of the root of the second moment
 
   // The bias corrections are computed in double: 1 - beta2^step loses all its digits in float.
   EMB_HD explicit AdamMoments(const double* hyper)
@@ -38,8 +39,8 @@ struct AdamMoments {
   EMB_HD F second_moment(F v, F square) const {
     return beta2 * v + one_minus_beta2 * square;
   }
-  // Return the factor of a first moment whose second moment is `v`: correction1 over the corrected
-  // root of v plus eps; 0 if that is 0.
+  // Return the factor of a first moment whose second moment is `v`: correction1 divided by the sum
+  // of eps and the corrected root of v; 0 if that sum is 0.
   EMB_HD float momentum_scale(float v) const {
     return ScalarMath::ratio(correction1, sqrtf(v) * correction2 + eps);
   }

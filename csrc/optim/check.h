@@ -50,8 +50,8 @@ inline void check_has_step(const char* op, const Tensor& hyper) {
                   ": hyper must be contiguous and have the step");
 }
 
-// Count a step in `hyper`, on the CPU and checked by check_has_step, and call `update`. If that
-// throws, uncount the step.
+// Add 1 to the step in `hyper`, which must be on the CPU and checked by check_has_step, and call
+// `update`. If that throws, subtract the 1 again.
 template <class Update>
 void count_step(const Tensor& hyper, const Update& update) {
   double* step = static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep;
@@ -71,31 +71,31 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
   STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.num_hyper, op, ": ", shape.name,
                   " needs a contiguous hyper vector of ", shape.num_hyper,
                   " entries (see emblib.optim), got ", hyper.numel());
-  // On the CPU only: on a GPU the numbers are in device memory.
+  // A step on a GPU is not read: that would wait for the device.
   STD_TORCH_CHECK(
       !hyper.is_cpu() || !shape.counts_steps || hyper.const_data_ptr<double>()[Hyper::kStep] >= 1.0,
       op, ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
 }
 
 // Check the states of one tier and set them in `tier`. Element-wise states need at least as many
-// entries as the weights have elements, row-wise states at least `rows`. Row-wise states must be
-// float32; element-wise states may also have 16 bits. `states` has shape.num_states() tensors.
-// tier->elements and tier->rows must be set; tier->rows is lowered to the entries of the shortest
-// row-wise state.
+// entries as the weights have elements, row-wise states at least `min_rows`. Row-wise states must
+// be float32; element-wise states may also have 16 bits. `states` has shape.num_states() tensors.
+// tier->num_elements and tier->num_rows must be set; num_rows is lowered to the number of entries
+// of the shortest row-wise state.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
-                              int64_t rows, TierMemory* tier) {
+                              int64_t min_rows, TierMemory* tier) {
   for (int i = 0; i < shape.num_states(); ++i) {
     const bool is_row_wise = i >= shape.num_element_states;  // element-wise states come first
-    const int64_t entries = is_row_wise ? rows : tier->elements;
-    STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= entries, op, ": state ", i,
-                    " of ", shape.name, " must be contiguous with at least ", entries,
+    const int64_t min_entries = is_row_wise ? min_rows : tier->num_elements;
+    STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= min_entries, op, ": state ",
+                    i, " of ", shape.name, " must be contiguous with at least ", min_entries,
                     " entries, has ", states[i].numel());
     if (is_row_wise) {
       check_dtype(op, "an optimizer state of one number per row", states[i], ScalarType::Float,
                   "float32");
       tier->row_states[i - shape.num_element_states] =
           static_cast<float*>(states[i].mutable_data_ptr());
-      if (states[i].numel() < tier->rows) tier->rows = states[i].numel();
+      if (states[i].numel() < tier->num_rows) tier->num_rows = states[i].numel();
     } else {
       tier->state_types[i] = float_dtype(op, "an optimizer state", states[i].scalar_type());
       tier->element_states[i] = states[i].mutable_data_ptr();
@@ -104,10 +104,10 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
 }
 
 // Check the weights and states of all tiers and set `tiers` to them. `states` is tier-major: all
-// states of tier 0, then all of tier 1, and so on. `rows` is the minimum length of row-wise states
-// of each tier, 0 for none. Tiers without weights in the list are not set.
+// states of tier 0, then all of tier 1, and so on. `min_rows` is the minimum number of entries of
+// the row-wise states of each tier. Tiers without weights in the list are not set.
 inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
-                        const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
+                        const std::vector<Tensor>& states, const int64_t (&min_rows)[kTiers],
                         TierMemory (&tiers)[kTiers]) {
   const TierWeights layout(op, weights);
   const OptimizerShape shape = optimizer_shape(op, optimizer);
@@ -118,19 +118,21 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
   for (size_t t = 0; t < weights.size(); ++t) {
     TierMemory& tier = tiers[t];
     tier.weights = weights[t].mutable_data_ptr();
-    tier.elements = weights[t].numel();
+    tier.num_elements = weights[t].numel();
     tier.weight_type = t == kCacheTier ? layout.cache_type : layout.type;
-    tier.rows = kUnlimited;
-    check_tier_states(op, shape, states.data() + t * shape.num_states(), rows[t], &tier);
+    tier.num_rows = kUnlimited;
+    check_tier_states(op, shape, states.data() + t * shape.num_states(), min_rows[t], &tier);
   }
 }
 
-// Check the cache slots of the unique rows, a contiguous int32 vector of at least `groups` entries.
-inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t groups) {
+// Check the cache slots of the unique rows: a contiguous int32 vector of `num_groups` entries or
+// more.
+inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t num_groups) {
   check_dtype(op, "row_slots", row_slots, ScalarType::Int, "int32");
-  STD_TORCH_CHECK(row_slots.dim() == 1 && row_slots.is_contiguous() && row_slots.numel() >= groups,
-                  op, ": row_slots must be a contiguous vector with one entry per group = ", groups,
-                  " or more, got ", row_slots.numel());
+  STD_TORCH_CHECK(
+      row_slots.dim() == 1 && row_slots.is_contiguous() && row_slots.numel() >= num_groups, op,
+      ": row_slots must be a contiguous vector with one entry per group = ", num_groups,
+      " or more, got ", row_slots.numel());
 }
 
 // Check the matrices of `update_rows_`: of one shape, `weights` contiguous and of float32, float16
@@ -153,8 +155,8 @@ inline TierMemory check_matrix_states(const char* op, int64_t optimizer, const T
                                       const std::vector<Tensor>& states, const Tensor& hyper) {
   check_hyper(op, optimizer_shape(op, optimizer), hyper);
   TierMemory tiers[kTiers];
-  const int64_t rows[kTiers] = {weights.size(0)};
-  check_tiers(op, optimizer, {weights}, states, rows, tiers);
+  const int64_t min_rows[kTiers] = {weights.size(0)};
+  check_tiers(op, optimizer, {weights}, states, min_rows, tiers);
   return tiers[0];
 }
 

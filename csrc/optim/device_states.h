@@ -11,8 +11,8 @@
 
 namespace emb::cuda {
 
-// Set `*address` to the address at which kernels access `tensor`, the memory of tier `tier`. It
-// must be on the device of `hyper`; only the host tier may be in pinned host memory. An empty
+// Set `*address` to the address at which kernels access `tensor`, the memory of tier `tier`. Throws
+// unless it is on the device of `hyper` or, for the host tier, in pinned host memory. An empty
 // tensor changes nothing.
 template <class T>
 void set_kernel_address(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper,
@@ -23,17 +23,17 @@ void set_kernel_address(const char* op, const char* name, const Tensor& tensor, 
 }
 
 // Check weights, states and `hyper`, which must be on a GPU (not checked), and return the arguments
-// of an optimizer step, which refer to these tensors. `rows` is the minimum number of rows of tier
-// 0, 0 if the host does not know it: the rows of tables are on the device, so that the module must
-// ensure that states are long enough.
+// of an optimizer step, which refer to these tensors. `min_rows` is the minimum number of entries
+// of the row-wise states of tier 0. Pass 0 if only the device knows the rows of tables; then the
+// module must ensure that states are long enough.
 inline OptimizerStepArgs optimizer_step_args(const char* op, const std::vector<Tensor>& weights,
                                              int64_t optimizer, const std::vector<Tensor>& states,
-                                             const Tensor& hyper, int64_t rows) {
+                                             const Tensor& hyper, int64_t min_rows) {
   const OptimizerShape shape = optimizer_shape(op, optimizer);
   check_hyper(op, shape, hyper);
   OptimizerStepArgs args;
-  const int64_t min_rows[kTiers] = {rows};
-  check_tiers(op, optimizer, weights, states, min_rows, args.tiers);
+  const int64_t min_rows_by_tier[kTiers] = {min_rows};
+  check_tiers(op, optimizer, weights, states, min_rows_by_tier, args.tiers);
   for (int t = 0; t < static_cast<int>(weights.size()); ++t) {
     TierMemory& tier = args.tiers[t];
     set_kernel_address(op, "weights", weights[t], hyper, t, &tier.weights);

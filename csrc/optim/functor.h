@@ -3,11 +3,13 @@
 // A functor is the arithmetic of an optimizer on registers. It depends on no thread index, device
 // or dtype. It is built from `hyper`, the optimizer's float64 vector: the common entries that
 // core/codes.h names (learning rate, step, ..), then kNumHyper entries that only this functor
-// reads. A row is updated in three steps. `add_sums` is called for every element of the row and
-// adds the element's terms to kNumRowSums sums. `begin_row` computes two factors from these sums
-// and the row-wise states, and updates the row-wise states. `step` updates one element and its
-// states. Optimizers without sums skip `add_sums`, and the CUDA drivers compute sums[0] themselves
-// where kSumsNeedGradientOnly.
+// reads. A row is updated in three steps:
+//   (1) `add_sums`, called for every element of the row, adds the element's terms to kNumRowSums
+//       sums. For an optimizer without sums it is not called. Where kSumsNeedGradientOnly, the CUDA
+//       drivers compute sums[0] themselves.
+//   (2) `begin_row` computes two factors from these sums and the row-wise states, and updates the
+//       row-wise states.
+//   (3) `step`, called for every element, updates the element and its states.
 #pragma once
 
 #include <cmath>
@@ -20,6 +22,7 @@ namespace emb {
 // The members of a functor:
 //
 //   kName                 its name
+//   Column                (and other enums ..Column) the indices of its own arguments in `hyper`
 //   kNumHyper             the number of its arguments in `hyper`, after the common entries
 //   kElementStates        the number of states with one entry per element; they come first in the
 //                         list of states
@@ -31,7 +34,9 @@ namespace emb {
 //   add_sums<Math>(w, g, m, v, sums)     w weight before the decoupled decay, g gradient with the
 //                                        L2 penalty, m and v the element-wise states before the
 //                                        step; floats or vectors
-//   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns
+//   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns; `states`
+//                                        has kRowStates entries and is updated, `sums` has
+//                                        kNumRowSums; an optimizer without them does not read them
 //   step<Math>(w, g, &m, &v, factors)    return the new weight; w is after the decoupled decay
 
 // The maximum numbers over all optimizers.
@@ -40,10 +45,10 @@ inline constexpr int kMaxElementStates = 2, kMaxRowStates = 3, kMaxRowSums = 4;
 // Round a hyperparameter to the float with which kernels compute.
 EMB_HD float as_float(double x) { return static_cast<float>(x); }
 
-// The two kinds of weight decay that every optimizer supports; the drivers apply them.
+// The two kinds of weight decay that every optimizer supports. The code that calls a functor
+// applies them: it adds l2 * weight to the gradient, and multiplies the weight by `factor`
+// (decoupled decay) before the step.
 struct WeightDecay {
-  // l2 times the weight is added to the gradient; the weight is multiplied by `factor` (decoupled
-  // decay) before the step.
   float l2, factor;
 
   EMB_HD explicit WeightDecay(const double* hyper)
@@ -51,16 +56,17 @@ struct WeightDecay {
         factor(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[Hyper::kDecay])) {}
 };
 
-// The two factors of a row that `begin_row` returns and `step` takes: `gradient` is the factor of
-// the gradient, or of the first moment that replaces it, and `weight` the factor of the weights.
-// FTRL has 1 / lr in `gradient`, see sgd.h.
+// The two factors of a row that `begin_row` returns and `step` takes.
 struct RowFactors {
-  float gradient = 0.0f, weight = 1.0f;
+  float gradient = 0.0f;  // of the gradient, or of the first moment instead of it; FTRL: 1 / lr
+  float weight = 1.0f;    // of the weights
 };
 
-// The arithmetic of `add_sums` and `step` on single elements; VecMath is that on registers.
+// The arithmetic of `add_sums` and `step` on single elements; VecMath (optimizer_step_cpu.h) is
+// that on registers.
 struct ScalarMath {
   EMB_HD static float root(float x) { return sqrtf(x); }
+  // Return a / b, or 0 if b is 0.
   EMB_HD static float ratio(float a, float b) { return b == 0.0f ? 0.0f : a / b; }
 };
 

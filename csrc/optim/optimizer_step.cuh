@@ -57,9 +57,9 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   });
 }
 
-// What the rows of a block need of the arguments, in shared memory: there the tiers can be indexed,
-// and the functor is built once per block (Adam's bias corrections take powers in double). Without
-// an optimizer only the tiers and `is_aligned` are set.
+// What a block needs of the arguments to update rows, in shared memory: there the tiers can be
+// indexed at run time, and the functor is built once per block (Adam's bias corrections take powers
+// in double). Without an optimizer only `tiers` and `is_aligned` are set.
 struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
@@ -241,9 +241,9 @@ struct LaneColumns {
   float weights[kColumns] = {}, state0[kColumns] = {}, state1[kColumns] = {};
 };
 
-// Load the first `num_valid` of a lane's columns, from `element` of the weights and of the states
-// that the optimizer updates. None are loaded if num_valid <= 0, and at most kColumns. `columns`
-// must be 0 before.
+// Load the first `num_valid` of a lane's columns, at most kColumns, from element `element` on of
+// the weights and of the states that the optimizer updates. If num_valid <= 0, nothing is loaded.
+// `columns` must be 0 before.
 template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierMemory& tier, int64_t element,
                              int num_valid, LaneColumns* columns) {

@@ -1,6 +1,6 @@
 // The step of an optimizer on one row of floats, with the functors of optimizers.h, and the
-// conversion of rows that are stored in 16 bits. For the CPU kernels of all ops that update
-// weights; only `*_kernels.cpp` may include this header. The update of a row calls, in this order,
+// rounding of rows that are stored in 16 bits. For the CPU kernels of all ops that update weights;
+// only `*_kernels.cpp` may include this header. The update of a row calls, in this order:
 // add_penalty, row_sums, Opt::begin_row, decay_row and step_row.
 #pragma once
 
@@ -22,6 +22,7 @@ struct VecMath {
     return x;
 #endif
   }
+  // Return a / b, and 0 in the lanes where b is 0.
   EMB_HD static Vec ratio(Vec a, Vec b) {
     const auto is_zero = b == Vec{};
     return is_zero ? Vec{} : a / (is_zero ? broadcast(1.0f) : b);
@@ -66,8 +67,8 @@ EMB_HD void for_registers(int64_t dim, const Body& body) {
   if (first_column < dim) body(PartialRegister{first_column, static_cast<int>(dim - first_column)});
 }
 
-// Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
-// are zeros, which add nothing to any of them.
+// Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. The lanes of a
+// PartialRegister beyond the row are zeros, which add nothing to any sum.
 template <class Opt>
 EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* sums) {
   if constexpr (Opt::kNumRowSums > 0) {
@@ -96,8 +97,8 @@ EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors factors, const RowV
   });
 }
 
-// Add the L2 penalty, if there is one, to the gradient, which must then be in memory that may be
-// written.
+// Add the L2 penalty to row.gradient. Without a penalty nothing is written, so that the gradient
+// may be in memory of the caller that must not change.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
   for_registers(dim, [&](const auto& columns) {

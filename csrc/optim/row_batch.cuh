@@ -23,16 +23,16 @@ namespace emb::cuda {
 // neighbouring lanes read neighbouring columns at once. All members except `rank`, `lane_column`
 // and `lanes_of_group` are the same in all lanes of a warp.
 struct RowLayout {
-  int dim = 0;          // columns of a row
+  int dim;              // columns of a row
   int lanes = 4;        // lanes of a group: a power of two from 4 to 32
   int log2_slices = 0;  // log2 of the number of slices of a row in a batch
   bool uses_vectors;    // whether rows are read in vectors
 
-  // Lay out rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
-  // `can_use_vectors`: whether `columns` is a multiple of kColumns, and so is the address of every
-  // row of weights and element-wise states, counted in elements.
-  EMB_DEVICE RowLayout(int columns, bool can_use_vectors, int max_slices)
-      : dim(columns), uses_vectors(can_use_vectors) {
+  // Lay out rows of `dim_` columns, in batches of at most `max_slices` slices, a power of two.
+  // `can_use_vectors`: whether `dim_` is a multiple of kColumns, and so is the address of every row
+  // of weights and element-wise states, counted in elements.
+  EMB_DEVICE RowLayout(int dim_, bool can_use_vectors, int max_slices)
+      : dim(dim_), uses_vectors(can_use_vectors) {
     while (lanes < kWarpLanes && lanes * kColumns < dim) lanes *= 2;
     while ((1 << log2_slices) < max_slices && (slice_columns() << log2_slices) < dim) ++log2_slices;
   }

@@ -1,7 +1,7 @@
 // Functors (see optim/functor.h) of row-wise Adagrad, whose state is one number per row: the sum,
 // over the steps, of the mean squared gradient of the row. Its variants are here too: they limit
 // the norm of the row, make updates depend on how often a row occurs, clip the gradient by the norm
-// of the row (Zheng et al., "CowClip", 2022), or make up for the decay of steps without the row.
+// of the row (Zheng et al., "CowClip", 2022), or apply the decay of the steps that the row missed.
 // The formulas are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD. emblib/optim/adagrad.py
 // describes the hyperparameters.
 #pragma once
@@ -173,18 +173,19 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
         has_started(hyper[Hyper::kStep] >= hyper[kFirstStep]) {}
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[RowwiseState::kSum] += sums[0] / dim;
-    float catch_up = 1.0f;
+    float missed_decay = 1.0f;  // factor for the steps that the row missed
     if (has_started) {
       if (states[RowwiseState::kLastStep] != 0.0f &&
           current_step != states[RowwiseState::kLastStep]) {
         const float num_steps = steps_between(states[RowwiseState::kLastStep], current_step);
-        catch_up = expf((num_steps - 1.0f) * log_factor);
-        catch_up = fminf(1.0f, catch_up > min_factor ? catch_up : min_factor);
+        missed_decay = expf((num_steps - 1.0f) * log_factor);
+        missed_decay = fminf(1.0f, missed_decay > min_factor ? missed_decay : min_factor);
       }
       states[RowwiseState::kLastStep] = current_step;
     }
     return limit_norm(
-        {adagrad_scale(lr, states[RowwiseState::kSum], eps), catch_up * step_decay_factor}, sums);
+        {adagrad_scale(lr, states[RowwiseState::kSum], eps), missed_decay * step_decay_factor},
+        sums);
   }
 };
 
@@ -272,9 +273,9 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   static constexpr const char* kName = "rowwise_adagrad_counter";
   static constexpr int kNumHyper = 11, kRowStates = 3;
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
-  // The step size of a row in the tail.
+  // The step size of a row in the tail; the default is `default_step_size`.
   enum TailRate {
-    kPlainRate = -1,  // the default
+    kEqual = -1,   // the default
     kRaised = 0,   // the default times (kLargestCount / (count + 1)) ^ kBound, clamped to [1, 10]
     kLowered = 1,  // the default times ((count + 1) / kLargestCount) ^ kBound, clamped to [0.1, 1]
     kByCount = 2   // lr / (root of (kBound * count) + eps)
@@ -306,18 +307,18 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     states[RowwiseState::kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
     const float previous_step = states[RowwiseState::kLastStep];
     const float counter = next_count(states[RowwiseState::kCounter], previous_step);
-    const float plain_step_size = adagrad_scale(lr, states[RowwiseState::kSum], eps);
+    const float default_step_size = adagrad_scale(lr, states[RowwiseState::kSum], eps);
     states[RowwiseState::kCounter] = counter;
     states[RowwiseState::kLastStep] = current_step;
-    RowFactors factors{plain_step_size, 1.0f};
+    RowFactors factors{default_step_size, 1.0f};
     if (!is_adjusted) return limit_norm(factors, sums);
-    if (tail_rate != kPlainRate && counter > threshold)
-      factors.gradient = tail_step_size(plain_step_size, counter);
+    if (tail_rate != kEqual && counter > threshold)
+      factors.gradient = tail_step_size(default_step_size, counter);
     const float halflife_over_count = halflife / counter;
     if (decay == kDecoupled) factors.weight = 1.0f - halflife_over_count * rate * lr;
-    if (decay == kCoupled) factors.weight = 1.0f - halflife_over_count * rate * plain_step_size;
+    if (decay == kCoupled) factors.weight = 1.0f - halflife_over_count * rate * default_step_size;
     if (decay == kAdagradW) {
-      if (halflife == -1.0f) factors.gradient = plain_step_size * sqrtf(counter);
+      if (halflife == -1.0f) factors.gradient = default_step_size * sqrtf(counter);
       if (halflife == -2.0f) {
         factors.gradient = adagrad_scale(lr * counter < bound ? lr * counter : bound,
                                          states[RowwiseState::kSum], eps);
@@ -325,16 +326,17 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
       const float num_steps = steps_since(previous_step);
       const float num_missed_steps =
           (num_steps < steps_since_start ? num_steps : steps_since_start) - 1.0f;
-      const float catch_up = num_missed_steps == 0.0f ? 1.0f : expf(num_missed_steps * log_factor);
-      factors.gradient *= catch_up;
-      factors.weight = (1.0f - rate * lr) * catch_up;
+      const float missed_decay =
+          num_missed_steps == 0.0f ? 1.0f : expf(num_missed_steps * log_factor);
+      factors.gradient *= missed_decay;
+      factors.weight = (1.0f - rate * lr) * missed_decay;
     }
     return limit_norm(factors, sums);
   }
 
  private:
-  // Return the step size of a row in the tail; `plain_step_size` is the default.
-  EMB_HD float tail_step_size(float plain_step_size, float counter) const {
+  // Return the step size of a row in the tail.
+  EMB_HD float tail_step_size(float default_step_size, float counter) const {
     if (tail_rate == kByCount) return adagrad_scale(lr, bound * counter, eps);
     const bool is_raised = tail_rate == kRaised;
     const float ratio =
@@ -342,7 +344,7 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     const float factor = powf(ratio, bound);
     const float min_factor = is_raised ? 1.0f : 0.1f,
                 max_factor = is_raised ? 10.0f : 1.0f;  // FBGEMM's bounds
-    return plain_step_size *
+    return default_step_size *
            (factor < min_factor ? min_factor : (factor > max_factor ? max_factor : factor));
   }
 };

@@ -23,7 +23,7 @@ struct Sgd {
   }
 };
 
-// Adagrad with one sum of squared gradients per element.
+// Adagrad; state 0 is the sum of squared gradients of each element.
 struct Adagrad {
   enum Column : int { kEps = Hyper::kOptimizerArgs };
   static constexpr const char* kName = "adagrad";
@@ -45,8 +45,8 @@ struct Adagrad {
   }
 };
 
-// SGD with momentum and a learning rate per row that follows the norms of row and gradient (You et
-// al., "Large Batch Training of Convolutional Networks", 2017).
+// SGD with momentum (state 0) and a learning rate per row that follows the norms of row and
+// gradient (You et al., "Large Batch Training of Convolutional Networks", 2017).
 struct Lars {
   enum Column : int { kMomentum = Hyper::kOptimizerArgs, kEta, kWeightDecay };
   static constexpr const char* kName = "lars";
@@ -80,16 +80,16 @@ struct Lars {
 };
 
 // FTRL-Proximal per coordinate (McMahan et al., "Ad Click Prediction: a View from the Trenches",
-// 2013): `m` is the sum of squared gradients and `v` the linear term. RowFactors::gradient is 1 /
-// lr, or 0 at rate 0. `step` does not change an element whose squared gradient is zero. At rate 0
-// it changes no element.
+// 2013). State 0 (`m`) is the sum of squared gradients, state 1 (`v`) the linear term.
+// RowFactors::gradient is 1 / lr, or 0 if lr is 0. `step` does not change an element whose squared
+// gradient is zero, nor any element if lr is 0.
 struct Ftrl {
   enum Column : int { kBeta = Hyper::kOptimizerArgs, kL1, kL2Term };
   static constexpr const char* kName = "ftrl";
   static constexpr int kNumHyper = 3, kElementStates = 2, kSteppedStates = 2, kRowStates = 0;
   static constexpr int kNumRowSums = 0;
   static constexpr bool kSumsNeedGradientOnly = true, kCountsSteps = false;
-  float inverse_lr, beta, l1, l2;
+  float inverse_lr, beta, l1, l2;  // l2 is not Hyper::kL2, which WeightDecay applies
 
   EMB_HD explicit Ftrl(const double* hyper)
       : inverse_lr(hyper[Hyper::kLearningRate] == 0.0

@@ -12,28 +12,26 @@ namespace emb::cuda {
 
 inline constexpr int kMatrixThreads = 128;  // threads per block
 // Blocks per multiprocessor that the registers of a thread must allow: with six a thread may have
-// 80. Without the bound, ptxas uses 64 registers and spills two (reports/LOG.md has no entry on
-// this).
+// 80. Without the bound, ptxas uses 64 registers and spills two.
 inline constexpr int kMatrixBlocksPerSm = 6;
 // The maximum numbers of blocks per multiprocessor of a grid. Over many matrices it is twice as
 // many as run at once: more would take longer, because each block builds the functor of the
-// optimizer, for Adam with two powers in double. reports/LOG.md has no measurement
-// of the number for one matrix.
+// optimizer, for Adam with two powers in double. Other numbers for one matrix were not measured.
 inline constexpr int kMaxMatrixBlocksPerSm = 2 * kMatrixBlocksPerSm;
 inline constexpr int kMaxSingleMatrixBlocksPerSm = 2 * kResidentBlocksPerSm;
 
-// The gradient of a matrix, in device memory.
+// The gradient of a matrix, in device memory, and how a launch divides its rows.
 struct MatrixGrad {
-  const float* grad;    // [rows, width]
-  int64_t rows, width;  // width < 2^31
-  int64_t first_row;    // id of row 0 in the random numbers of stochastic rounding
+  const float* grad;      // [num_rows, dim]
+  int64_t num_rows, dim;  // dim < 2^31
+  int64_t first_row;      // id of row 0 in the random numbers of stochastic rounding
 
   // Return whether a warp updates a row; if not, a block does.
-  EMB_HD bool has_row_per_warp() const { return width <= int64_t{simt::kWarpLanes} * kColumns; }
+  EMB_HD bool has_row_per_warp() const { return dim <= int64_t{simt::kWarpLanes} * kColumns; }
   // Return the number of rows that a block updates.
   EMB_HD int rows_per_block() const { return has_row_per_warp() ? kMatrixThreads / kWarpLanes : 1; }
   // Return the number of blocks for all rows.
-  EMB_HD int64_t num_blocks() const { return (rows + rows_per_block() - 1) / rows_per_block(); }
+  EMB_HD int64_t num_blocks() const { return (num_rows + rows_per_block() - 1) / rows_per_block(); }
 };
 
 // One of the matrices of a launch.
@@ -45,7 +43,7 @@ struct MatrixStep {
 
 // Replace each of `values`, in every thread, by its sum over the block, added in the order of
 // warps. Return whether `flag` is true in any thread. All threads of the block must call this. It
-// has two barriers, and may be called again at once.
+// ends with a barrier, so that the next call needs none before it.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / kWarpLanes;
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
@@ -85,14 +83,15 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 
 // Add the terms of a thread's columns to `sums`, the sums of the row that begins at element
 // `row_begin`. Return whether the gradient of one of these columns is not zero. `num_threads`
-// threads share the row, and `rank` is the number of this one among them.
+// threads share the row, and `rank` is the number of this one among them, from 0. `tier` has the
+// weights and states of the matrix.
 template <class Selection>
-EMB_DEVICE bool sum_row(const MatrixGrad& matrix, const OptimizerStepArgs& args,
-                        const BlockStep& step, const TierMemory& tier, int64_t row_begin,
-                        unsigned rank, unsigned num_threads, float (&sums)[kMaxRowSums]) {
+EMB_DEVICE bool add_row_sums(const MatrixGrad& matrix, const OptimizerStepArgs& args,
+                             const BlockStep& step, const TierMemory& tier, int64_t row_begin,
+                             unsigned rank, unsigned num_threads, float (&sums)[kMaxRowSums]) {
   bool is_nonzero = false;
-  for (int64_t column = rank * kColumns; column < matrix.width; column += num_threads * kColumns) {
-    const int num_valid = static_cast<int>(matrix.width - column);
+  for (int64_t column = rank * kColumns; column < matrix.dim; column += num_threads * kColumns) {
+    const int num_valid = static_cast<int>(matrix.dim - column);
     float gradient[kColumns];
     read_columns(matrix.grad + row_begin + column, num_valid, gradient);
 #pragma unroll
@@ -119,22 +118,22 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& matrix, const OptimizerStep
   const unsigned num_threads = has_row_per_warp ? simt::kWarpLanes : kMatrixThreads;
   const int64_t row =
       has_row_per_warp ? block * matrix.rows_per_block() + threadIdx.x / simt::kWarpLanes : block;
-  if (row >= matrix.rows) return;  // only if warps update rows: then no barrier follows
-  const int64_t row_begin = row * matrix.width;
+  if (row >= matrix.num_rows) return;  // only if warps update rows: then no barrier follows
+  const int64_t row_begin = row * matrix.dim;
   float states[kMaxRowStates] = {}, sums[kMaxRowSums] = {};
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.num_row_states) states[s] = tier.row_states[s][row];
   }
   const bool is_nonzero =
-      sum_row<Selection>(matrix, args, step, tier, row_begin, rank, num_threads, sums);
+      add_row_sums<Selection>(matrix, args, step, tier, row_begin, rank, num_threads, sums);
   if (!(has_row_per_warp ? warp_sums(sums, is_nonzero) : block_sums(sums, is_nonzero))) return;
   const RowFactors factors =
-      begin_row<Selection>(args, step, states, sums, static_cast<int>(matrix.width));
+      begin_row<Selection>(args, step, states, sums, static_cast<int>(matrix.dim));
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.num_row_states && rank == 0) tier.row_states[s][row] = states[s];
   }
-  for (int64_t column = rank * kColumns; column < matrix.width; column += num_threads * kColumns) {
-    const int num_valid = static_cast<int>(matrix.width - column);
+  for (int64_t column = rank * kColumns; column < matrix.dim; column += num_threads * kColumns) {
+    const int num_valid = static_cast<int>(matrix.dim - column);
     float gradient[kColumns];
     LaneColumns columns;
     read_columns(matrix.grad + row_begin + column, num_valid, gradient);
@@ -154,7 +153,8 @@ struct MatrixSteps {
   int num_matrices = 1;
   int64_t num_blocks = 0;  // of all matrices together
 
-  // Return the matrix to which a block belongs. All lanes of a warp call this.
+  // Return the matrix to which a block belongs, a number in [0, num_blocks). All lanes of a warp
+  // must call this with the same block.
   EMB_DEVICE const MatrixStep& matrix_of_block(int64_t block) const {
     if (matrices == nullptr) return single_matrix;
     const auto first_block = [&](int i) { return matrices[i].first_block; };
@@ -176,12 +176,12 @@ __global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocksPerSm)
   }
 }
 
-// Update one matrix; its weights and states are tier 0 of `args`, and args.optimizer must be the
-// number of an optimizer. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Update one matrix; its weights and states are tier 0 of `args`, which find_optimizer must have
+// set up for an optimizer. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Launcher>
 void launch_update_rows(const Launcher& launcher, const MatrixGrad& gradient,
                         const OptimizerStepArgs& args) {
-  if (gradient.rows * gradient.width == 0) return;
+  if (gradient.num_rows * gradient.dim == 0) return;
   const MatrixSteps matrix{{gradient, args.tiers[0], 0}, nullptr, 1, gradient.num_blocks()};
   launcher(
       update_matrices_kernel<AtRunTime>,
@@ -190,9 +190,8 @@ void launch_update_rows(const Launcher& launcher, const MatrixGrad& gradient,
 }
 
 // Update `matrices`, [num_matrices] in device memory, in ascending order of first_block. They have
-// `num_blocks` blocks in all. The tiers of `args` are not used, and args.optimizer must be the
-// number of an optimizer. It has the same kernel as launch_update_rows, because a copy is a hundred
-// kilobytes of code.
+// `num_blocks` blocks in all. `args` is as in launch_update_rows, but its tiers are not used. Both
+// launches have the same kernel, because a copy is a hundred kilobytes of code.
 template <class Launcher>
 void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int num_matrices,
                             int64_t num_blocks, const OptimizerStepArgs& args) {

@@ -28,18 +28,18 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
-  const int64_t rows = weights.size(0), width = weights.size(1);
+  const int64_t num_rows = weights.size(0), dim = weights.size(1);
   const TierMemory tier = check_matrix_states(op, optimizer, weights, states, hyper);
-  if (rows * width == 0) return;
+  if (num_rows * dim == 0) return;
   const Tensor gradient = as_contiguous(grads);
   const UpdateRowsArgs args{tier,    gradient.const_data_ptr<float>(),
-                            width,   hyper.const_data_ptr<double>(),
+                            dim,     hyper.const_data_ptr<double>(),
                             nullptr, first_row};
   const UpdateRowsFn update = update_rows_table().find(static_cast<int>(optimizer));
   parallel_balanced(
-      rows, kGrain, [width](int64_t row) { return row * width; },
+      num_rows, kGrain, [dim](int64_t row) { return row * dim; },
       [&](int64_t begin, int64_t end) {
-        const std::unique_ptr<float[]> scratch(new float[kMatrixScratchRows * width]);
+        const std::unique_ptr<float[]> scratch(new float[kMatrixScratchRows * dim]);
         update(args, scratch.get(), begin, end);
       });
 }

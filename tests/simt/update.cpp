@@ -20,13 +20,13 @@ OptimizerStepArgs read_step(Words* words) {
   for (TierMemory& tier : step.tiers) {
     tier.weights = words->pointer<void>();
     tier.weight_type = words->dtype();
-    tier.elements = words->number();
+    tier.num_elements = words->number();
     for (int s = 0; s < kMaxElementStates; ++s) {
       tier.element_states[s] = words->pointer<void>();
       tier.state_types[s] = words->dtype();
     }
     for (float*& state : tier.row_states) state = words->pointer<float>();
-    tier.rows = words->number();
+    tier.num_rows = words->number();
   }
   return step;
 }
