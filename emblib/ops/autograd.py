@@ -328,7 +328,7 @@ def update_in_backward(
             sample_grad = sample_grad * scale.to(sample_grad.device)
     if required.update:
         if batch.trained_features is not None:
-            locations = _of_trained_tables(batch, locations)
+            locations = _trained_locations(batch, locations)
         step_increment = step_increment_if_unscaled(tiers.hyperparams, grad)
         if is_finite is not None:  # without rows nothing is updated
             count = locations.groups.count * is_finite
@@ -406,7 +406,7 @@ def apply_row_gradients(
     _make_step(tiers, rule, gradients, batch, locations, None, step_increment)
 
 
-def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
+def _trained_locations(batch: Lookup, locations: RowLocations) -> RowLocations:
     """Return the locations without the rows of frozen tables; the host does not wait."""
     assert batch.trained_features is not None
     all_groups, row_slots = locations.groups, locations.row_slots

@@ -241,25 +241,26 @@ hash_add_rows_ = torch.ops.emblib.hash_add_rows_.default
 hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 
 
-def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
+def wanted_buckets(num_keys: int, num_buckets: int, max_buckets: int, load_1024ths: int) -> int:
     """Return the number of buckets that `hash_grow_` gives a table for this many keys.
 
     A level of 2^n buckets is split while the number of keys grows by a quarter: from the load above
     which the table grows to 5/4 of it.
 
     Args:
-        keys: number of keys.
-        buckets: number of buckets now, which never shrinks.
+        num_keys: number of keys.
+        num_buckets: number of buckets now, which never shrinks.
         max_buckets: number of buckets that the table has memory for.
-        load: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
+        load_1024ths: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
     """
     # Keys are counted in 1024ths, as the load is.
-    keys_1024ths, bucket_keys_1024ths, level = keys * LOAD_UNIT, SLOTS_PER_BUCKET * load, 1
+    keys_1024ths, bucket_keys_1024ths = num_keys * LOAD_UNIT, SLOTS_PER_BUCKET * load_1024ths
+    level = 1
     while 4 * level <= max_buckets and 2 * level * bucket_keys_1024ths < keys_1024ths:
         level *= 2
     excess_1024ths = max(0, keys_1024ths - level * bucket_keys_1024ths)
     limit = 2 * level if 4 * level <= max_buckets else max_buckets
-    return max(buckets, min(limit, level + -(-4 * excess_1024ths // bucket_keys_1024ths)))
+    return max(num_buckets, min(limit, level + -(-4 * excess_1024ths // bucket_keys_1024ths)))
 
 
 @torch.library.register_fake("emblib::hash_find")

@@ -78,8 +78,8 @@ def bits_of(format: int) -> int:
 
 def row_bytes(dim: int, format: int) -> int:
     """Return the bytes of a row of `dim` values, a multiple of 4."""
-    size = HEADER_BYTES * has_scale(format) - (-dim * bits_of(format) // 8)
-    return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    num_bytes = HEADER_BYTES * has_scale(format) - (-dim * bits_of(format) // 8)
+    return -(-num_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
 def table_bytes(rows: int, dim: int, format: int) -> int:

@@ -145,9 +145,9 @@ def _mark_loss(loss: Tensor, make_scale: Callable[[], _BackwardScale]) -> None:
 
 def mark_nested(output: Tensor) -> None:
     """Record that a nested backward from `output` has the scale of the running backward."""
-    outer = _running_scale()
-    if outer is not None:
-        _mark_loss(output, lambda: outer)
+    outer_scale = _running_scale()
+    if outer_scale is not None:
+        _mark_loss(output, lambda: outer_scale)
 
 
 def note_finite(is_finite: Tensor) -> None:
@@ -155,9 +155,10 @@ def note_finite(is_finite: Tensor) -> None:
 
     Later updates of this backward are skipped if it is false.
     """
-    running = _running_scale()
-    assert running is not None
-    running.is_finite = is_finite if running.is_finite is None else running.is_finite & is_finite
+    running_scale = _running_scale()
+    assert running_scale is not None
+    others = running_scale.is_finite
+    running_scale.is_finite = is_finite if others is None else others & is_finite
 
 
 def _running_scale() -> _BackwardScale | None:
@@ -167,8 +168,8 @@ def _running_scale() -> _BackwardScale | None:
 
 def recorded_scale() -> Tensor | None:
     """Return the recorded scale of the running backward, a scalar tensor; None if there is none."""
-    running = _running_scale()
-    return None if running is None else running.scale
+    running_scale = _running_scale()
+    return None if running_scale is None else running_scale.scale
 
 
 def scale_of_backward() -> Tensor | None:
@@ -226,9 +227,9 @@ def unscale(grad: Tensor, scale: Tensor) -> UnscaledGradient:
     """
     inverse = scale.to(grad.device).double().reciprocal().float()
     gradient = grad.float() * inverse
-    is_finite, running = gradient.isfinite().all(), _running_scale()
-    if running is not None and running.is_finite is not None:
-        is_finite = is_finite & running.is_finite.to(grad.device)
+    is_finite, running_scale = gradient.isfinite().all(), _running_scale()
+    if running_scale is not None and running_scale.is_finite is not None:
+        is_finite = is_finite & running_scale.is_finite.to(grad.device)
     return UnscaledGradient(gradient, is_finite)
 
 

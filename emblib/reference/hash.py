@@ -96,22 +96,22 @@ def max_choosers(buckets: int, round_number: int) -> int:
     return FIRST_CHOOSERS * buckets * CHOOSERS_GROWTH**round_number
 
 
-def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
-    """Return the number of buckets that `keys` keys need: from `buckets` to `max_buckets`.
+def wanted_buckets(num_keys: int, num_buckets: int, max_buckets: int, load_1024ths: int) -> int:
+    """Return the number of buckets that `num_keys` keys need: from `num_buckets` to `max_buckets`.
 
-    `load` is the number of keys per 1024 slots above which a table grows. A level is 2^n buckets.
-    While only some buckets of a level are split, an unsplit bucket gets twice the keys of a split
-    one. To pass through this state quickly, all buckets of a level are split while the number of
-    keys grows by a quarter from the load on. Then none is split until the next level is as full.
-    The last level ends at `max_buckets`.
+    `load_1024ths` is the number of keys per 1024 slots above which a table grows. A level is 2^n
+    buckets. While only some buckets of a level are split, an unsplit bucket gets twice the keys of
+    a split one. To pass through this state quickly, all buckets of a level are split while the
+    number of keys grows by a quarter from the load on. Then none is split until the next level is
+    as full. The last level ends at `max_buckets`.
     """
-    keys_1024ths, bucket_keys_1024ths = keys * 1024, SLOTS_PER_BUCKET * load
+    keys_1024ths, bucket_keys_1024ths = num_keys * 1024, SLOTS_PER_BUCKET * load_1024ths
     level = 1
     while 4 * level <= max_buckets and 2 * level * bucket_keys_1024ths < keys_1024ths:
         level *= 2
     excess_1024ths = max(0, keys_1024ths - level * bucket_keys_1024ths)
     limit = 2 * level if 4 * level <= max_buckets else max_buckets
-    return max(buckets, min(limit, level + -(-4 * excess_1024ths // bucket_keys_1024ths)))
+    return max(num_buckets, min(limit, level + -(-4 * excess_1024ths // bucket_keys_1024ths)))
 
 
 @dataclass(eq=False)

@@ -120,8 +120,8 @@ def route_ids(
     positions = torch.cat(
         [ids.new_empty(0, dtype=torch.int64), *(route.positions for route in routes)]
     )
-    routed = torch.cat([ids[:0], *(route.local_ids for route in routes)])
-    return routed, positions, None if weights is None else weights[positions]
+    local_ids = torch.cat([ids[:0], *(route.local_ids for route in routes)])
+    return local_ids, positions, None if weights is None else weights[positions]
 
 
 def _matrix_in(flat: Tensor, offset: int, stride: int, num_rows: int, width: int) -> Tensor:

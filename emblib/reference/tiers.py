@@ -76,12 +76,15 @@ def read(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor
     as many as fit before a row, and the rows uint8 `[m, row_bytes]`.
     """
     positions = (slots >= 0).nonzero().view(-1)
-    selected, num_words = records[slots[positions]], (records.shape[1] - row_bytes) // 8
+    selected_records = records[slots[positions]]
+    num_words = (records.shape[1] - row_bytes) // 8
     words = torch.empty(num_words, positions.numel(), dtype=torch.int64, device=records.device)
     for number in range(num_words):
-        word = selected[:, 8 * number : 8 * number + 8].clone(memory_format=torch.contiguous_format)
+        word = selected_records[:, 8 * number : 8 * number + 8].clone(
+            memory_format=torch.contiguous_format
+        )
         words[number] = word.view(torch.int64).view(-1)
-    return positions, words, selected[:, 8 * num_words : 8 * num_words + row_bytes]
+    return positions, words, selected_records[:, 8 * num_words : 8 * num_words + row_bytes]
 
 
 def write_(records: Tensor, slots: Tensor, words: Tensor, values: Tensor) -> None:
