@@ -79,9 +79,9 @@ def _check_modules(
     if not isinstance(requested, Mapping):
         raise TypeError(f"tables are requested by module, a dict of lists, got {requested!r}")
     valid_names = {name for path, module_name, _ in modules for name in (path, module_name)}
-    if unknown := sorted(requested.keys() - valid_names):
+    if unknown_names := sorted(requested.keys() - valid_names):
         raise ValueError(
-            f"the model has no modules {unknown} with dynamic tables; it has "
+            f"the model has no modules {unknown_names} with dynamic tables; it has "
             f"{[path for path, _, _ in modules]}"
         )
 
@@ -204,8 +204,8 @@ def dump_module(
 def _checked_names(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
     """Return the names of the tables, None for all; ValueError if the module does not have one."""
     requested_names = module.table_names if names is None else list(names)
-    if unknown := sorted(set(requested_names) - set(module.table_names)):
-        raise ValueError(f"there are no tables {unknown}, there are {module.table_names}")
+    if unknown_names := sorted(set(requested_names) - set(module.table_names)):
+        raise ValueError(f"there are no tables {unknown_names}, there are {module.table_names}")
     return requested_names
 
 
@@ -447,7 +447,7 @@ def _tables_of(
         requested_names = (
             module.table_names if names is None else names.get(path, names.get(module_name, ()))
         )
-        if unknown := sorted(set(requested_names) - set(module.table_names)):
-            raise ValueError(f"{path} has no tables {unknown}, it has {module.table_names}")
+        if unknown_names := sorted(set(requested_names) - set(module.table_names)):
+            raise ValueError(f"{path} has no tables {unknown_names}, it has {module.table_names}")
         for name in requested_names:
             yield _DumpedTable(root / path, module, name)

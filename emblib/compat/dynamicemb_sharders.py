@@ -369,8 +369,8 @@ class ShardedCollectionTables(DynamicEmbTables):
         dist_type = self.dist_type(name)
         received_parts: list[DynamicEmbTable] = []
         for rank in range(ranks.size):
-            sent = entries.owned(partial(_is_routed_to, rank, ranks.size, dist_type))
-            parts = ranks.gather_objects(replace(sent, entries=_on_cpu(sent.entries)))
+            routed = entries.owned(partial(_is_routed_to, rank, ranks.size, dist_type))
+            parts = ranks.gather_objects(replace(routed, entries=_on_cpu(routed.entries)))
             if rank == ranks.rank:
                 received_parts = parts
         counts = [part.counts for part in received_parts if part.counts is not None]

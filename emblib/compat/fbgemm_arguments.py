@@ -115,9 +115,9 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name) not in (None, False):
             raise NotImplementedError(f"{name} is not supported: {reason}; leave it out")
-    for name, kind in _ENUM_OF_ARGUMENT.items():
+    for name, enum_class in _ENUM_OF_ARGUMENT.items():
         if getattr(args, name) is not None:
-            setattr(args, name, as_member(kind, getattr(args, name)))
+            setattr(args, name, as_member(enum_class, getattr(args, name)))
     if not args.embedding_specs:
         raise ValueError("embedding_specs must have at least one table")
     args.embedding_specs = [
@@ -173,20 +173,20 @@ def _compute_device(args: SimpleNamespace) -> ComputeDevice:
 
 def _device(args: SimpleNamespace) -> torch.device:
     """Return `args.device` as a torch.device; by default the CPU or the current GPU."""
-    kind = "cpu" if args.compute_device is ComputeDevice.CPU else "cuda"
+    device_type = "cpu" if args.compute_device is ComputeDevice.CPU else "cuda"
     if args.device is None:
-        if kind == "cuda" and not torch.cuda.is_available():
+        if device_type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
                 "ComputeDevice.CUDA needs a GPU, and torch sees none; use ComputeDevice.CPU with "
                 "EmbeddingLocation.HOST"
             )
-        return torch.device(kind)
+        return torch.device(device_type)
     device = (
         torch.device("cuda", args.device)
         if isinstance(args.device, int)
         else torch.device(args.device)
     )
-    if device.type not in (kind, "meta"):
+    if device.type not in (device_type, "meta"):
         raise ValueError(f"device {device} does not go with {args.compute_device!r}")
     return device
 
@@ -243,18 +243,18 @@ def bounds_check(args: SimpleNamespace) -> BoundsCheck:
     return BoundsCheck(args.bounds_check_mode.name.removeprefix("V2_").lower())
 
 
-def float_dtype(name: str, kind: SparseType) -> torch.dtype:
+def float_dtype(name: str, number_format: SparseType) -> torch.dtype:
     """Return the dtype of FP32, FP16 or BF16.
 
     Raises:
-        NotImplementedError: `kind` is another format; the message names the argument `name`.
+        NotImplementedError: it is another format; the message names the argument `name`.
     """
-    if kind not in _DTYPE_OF_FORMAT:
+    if number_format not in _DTYPE_OF_FORMAT:
         raise NotImplementedError(
-            f"{name} must be SparseType.FP32, FP16 or BF16, got {kind.name}: there are no kernels "
-            "that train it"
+            f"{name} must be SparseType.FP32, FP16 or BF16, got {number_format.name}: there are no "
+            "kernels that train it"
         )
-    return _DTYPE_OF_FORMAT[kind]
+    return _DTYPE_OF_FORMAT[number_format]
 
 
 def precision(args: SimpleNamespace) -> Precision:
@@ -285,7 +285,7 @@ def _state_dtype(args: SimpleNamespace) -> torch.dtype:
     unknown = set(formats) - {"momentum1", "momentum2"}
     if unknown:
         raise ValueError(f"optimizer_state_dtypes has momentum1, momentum2, got {sorted(unknown)}")
-    dtypes = {key: float_dtype(key, as_member(SparseType, kind)) for key, kind in formats.items()}
+    dtypes = {key: float_dtype(key, as_member(SparseType, code)) for key, code in formats.items()}
     row_states = _WHOLE_ROW_STATES.get(args.optimizer, ())
     for key in dtypes.keys() - set(row_states):
         if dtypes[key] != torch.float32:

@@ -370,7 +370,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 f"split_scale_bias_mode must be 0, 1 or 2, got {split_scale_bias_mode}"
             )
         views: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        row_views = self._row_views(padded=split_scale_bias_mode == 0)
+        row_views = self._row_views(with_padding=split_scale_bias_mode == 0)
         for rows, spec in zip(row_views, self.embedding_specs, strict=True):
             if split_scale_bias_mode == 0 or not _has_header(spec.format):
                 views.append((rows, None, None))
@@ -385,11 +385,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             views.append((row_codes, scale, bias))
         return views
 
-    def _row_views(self, *, padded: bool = True) -> list[Tensor]:
+    def _row_views(self, *, with_padding: bool = True) -> list[Tensor]:
         """Return views of the rows of each table, uint8 `[rows, row bytes]`.
 
-        Stored rows are padded to a multiple of 4 bytes. With `padded` a view has the padding up to
-        `row_alignment`, if the stored rows are long enough.
+        Stored rows are padded to a multiple of 4 bytes. `with_padding`: a view has the padding up
+        to `row_alignment`, if the stored rows are long enough.
         """
         if not self._lookup_modules:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
@@ -401,7 +401,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 rounded_row_size_in_bytes(dim, row_format, alignment)
                 for alignment in (1, self.row_alignment)
             ]
-            has_padding = padded and row_bytes[1] <= view.size(1)
+            has_padding = with_padding and row_bytes[1] <= view.size(1)
             row_views.append(view[:, : row_bytes[has_padding]])
         return row_views
 

@@ -362,7 +362,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         )
         if plan is not None:
             # Sharders of other libraries may replace collections before they are sharded.
-            prepares = [s.prepare for s in sharders if hasattr(s, "prepare")]
+            prepares = [sharder.prepare for sharder in sharders if hasattr(sharder, "prepare")]
             module = fingerprint.agree(ranks, lambda: _prepare_collections(module, plan, prepares))
         if native_plan is None:
             planner = EmbeddingShardingPlanner()
@@ -383,7 +383,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         for sharder in sharders:
             if hasattr(sharder, "finish"):
                 sharder.finish(self)
-        if any(getattr(s, "options", {}).get("use_index_dedup") for s in sharders):
+        if any(getattr(each, "options", {}).get("use_index_dedup") for each in sharders):
             for submodule in self.modules():
                 if isinstance(submodule, sharding.ShardedEmbeddingCollection):
                     submodule.dedup = True

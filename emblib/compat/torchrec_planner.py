@@ -79,10 +79,10 @@ class Topology:
         calibration: planner.Calibration | None = None,
         **rates: float | None,
     ) -> None:
-        unknown = sorted(rates.keys() - _CALIBRATION_FIELD_OF_RATE)
-        if unknown:
+        unknown_names = sorted(rates.keys() - _CALIBRATION_FIELD_OF_RATE)
+        if unknown_names:
             raise ValueError(
-                f"{', '.join(unknown)} must be left out: times of memory are measured, "
+                f"{', '.join(unknown_names)} must be left out: times of memory are measured, "
                 f"calibration=Calibration(...) has them. {RUN_TORCHREC_ITSELF}"
             )
         self.world_size, self.compute_device = world_size, compute_device
@@ -504,5 +504,7 @@ def plan_with_report(
 def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
     """Return the optimizer of the first sharder that takes the collection of a table, or None."""
     collection = module.get_submodule(work.path)
-    optimizers = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
-    return optimizers[0] if optimizers else None
+    for sharder in sharders:
+        if isinstance(collection, sharder.module_type):
+            return sharder.optimizer
+    return None

@@ -272,10 +272,10 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     if not fused_params:
         return None
     fused = optimizers.from_fused_params(fused_params)
-    unknown = sorted(fused.table_arguments.keys() - IGNORED_FUSED_PARAMS)
-    if unknown:
+    unknown_names = sorted(fused.table_arguments.keys() - IGNORED_FUSED_PARAMS)
+    if unknown_names:
         raise ValueError(
-            f"fused_params {unknown} have no effect here: the storage of a table selects the "
+            f"fused_params {unknown_names} have no effect here: the storage of a table selects the "
             "memory of its rows and their cache, e.g. "
             "storage=Dense(Placement.MANAGED_CACHING, CacheConfig())"
         )

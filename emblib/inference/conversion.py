@@ -241,7 +241,7 @@ def _tables_to_compare(
                 if name not in readers:
                     raise ValueError(f"the source has no table {name!r}, only {sorted(readers)}")
                 rows_by_key = readers[name].rows_by_key
-                num_shared = 0 if rows_by_key is None else rows_by_key.shared.size(0)
+                num_shared = 0 if rows_by_key is None else rows_by_key.shared_rows.size(0)
                 yield name, readers[name].blocks(), module, table, num_shared
         return
     module = _rows_module(served)
@@ -251,7 +251,7 @@ def _tables_to_compare(
         raise ValueError(f"the source has {num_tables} tables, served are {len(module.tables)}")
     if tables is None:
         for table, (rows_by_key, _) in enumerate(_dynamic_tables(source)):
-            num_shared = rows_by_key.shared.size(0)
+            num_shared = rows_by_key.shared_rows.size(0)
             blocks = rows_by_key.rows.split(_BLOCK_ROWS)
             yield module.table_names[table], blocks, module, table, num_shared
         return

@@ -333,9 +333,9 @@ def prune(
         )
     if index not in (None, "array", "hash"):
         raise ValueError(f"index must be 'array', 'hash' or None, got {index!r}")
-    unknown = sorted(keep.keys() - set(tables.table_names))
-    if unknown:
-        raise KeyError(f"there are no tables {unknown}, only {tables.table_names}")
+    unknown_names = sorted(keep.keys() - set(tables.table_names))
+    if unknown_names:
+        raise KeyError(f"there are no tables {unknown_names}, only {tables.table_names}")
     masks = [_mask_of(tables, table, keep) for table in range(len(tables.tables))]
     indexes = [None if mask is None else _make_index(mask, index) for mask in masks]
     row_counts = [

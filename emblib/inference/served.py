@@ -49,13 +49,14 @@ class RowsByKey(NamedTuple):
     Attributes:
         keys: int64 `[n]`, ascending.
         rows: `[n, dim]`, the row of each key.
-        shared: `[m, dim]`, rows that other keys read: fallback rows, or one of the default value.
-        has_fallback: whether `shared` has fallback rows, one of which a hash selects per key.
+        shared_rows: `[m, dim]`, rows that other keys read: fallback rows, or one of the default
+            value.
+        has_fallback: whether `shared_rows` has fallback rows, one of which a hash selects per key.
     """
 
     keys: Tensor
     rows: Tensor
-    shared: Tensor
+    shared_rows: Tensor
     has_fallback: bool
 
     @classmethod
@@ -74,10 +75,10 @@ class RowsByKey(NamedTuple):
         """Return the index, and the rows that it refers to: the shared ones come last."""
         index = RowIndex.of_keys(
             self.keys,
-            missing=self.keys.numel() if self.shared.size(0) else -1,
-            fallback=self.shared.size(0) if self.has_fallback else 0,
+            missing=self.keys.numel() if self.shared_rows.size(0) else -1,
+            fallback=self.shared_rows.size(0) if self.has_fallback else 0,
         )
-        return index, torch.cat([self.rows, self.shared])
+        return index, torch.cat([self.rows, self.shared_rows])
 
 
 class RowReader(NamedTuple):

@@ -107,8 +107,8 @@ class LogFollower:
         self.model = model
         self._tables = served_tables(model)
         self._followed_names = None if tables is None else set(tables)
-        if unknown := sorted((self._followed_names or set()) - self._tables.keys()):
-            raise KeyError(f"the model has no tables {unknown}, only {sorted(self._tables)}")
+        if unknown_names := sorted((self._followed_names or set()) - self._tables.keys()):
+            raise KeyError(f"the model has no tables {unknown_names}, only {sorted(self._tables)}")
         logs: list[Any] = list(sources) if isinstance(sources, list | tuple) else [sources]
         if not logs:
             raise ValueError("a follower needs the sink of each rank's log, got none")
