@@ -91,13 +91,13 @@ def _unit_routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> l
         bags = torch.arange(int(first_bags[f]), int(first_bags[f + 1]), device=ids.device)
         begin, end = (int(offsets[int(bag)]) for bag in first_bags[f : f + 2])
         bag_of_id = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
-        block, local = blocks_and_local_ids(ids[begin:end], feature, blocks)
+        block, local_ids = blocks_and_local_ids(ids[begin:end], feature, blocks)
         for b in range(first_block, first_block + num_blocks):
-            selected = (block == b).nonzero().flatten()
+            positions = (block == b).nonzero().flatten()
             _, first_copy, num_copies = blocks[b].tolist()
             for unit in copies[first_copy : first_copy + num_copies].tolist():
                 routes[unit] = _UnitRoute(
-                    begin + selected, bag_of_id[selected], bags.numel(), local[selected]
+                    begin + positions, bag_of_id[positions], bags.numel(), local_ids[positions]
                 )
     return routes
 

@@ -113,11 +113,11 @@ def _flat_tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def _read_rows(
-    tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
+    tiers: Sequence[Tensor], feature_row: Sequence[int], index: Tensor, slots: Tensor | None
 ) -> Tensor:
     """Return rows `index` of a table; a row with a cache slot (>= 0) is read from the cache."""
-    offset, _, rows, dim, _, tier, _, stride = feature
-    values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
+    offset, _, num_rows, dim, _, tier, _, stride = feature_row
+    values = tiers[tier][offset : offset + num_rows * dim].view(num_rows, dim)[index]
     if slots is None or stride == 0 or len(tiers) <= Tier.CACHE:
         return values
     cache = tiers[Tier.CACHE][: tiers[Tier.CACHE].numel() // stride * stride].view(-1, stride)[
@@ -174,14 +174,14 @@ def lookup(
     first_elements = first_elements.to(indices.device)
     out = tiers[0].new_zeros(math.prod(shape))
     for f, feature_row in enumerate(features.tolist()):
-        selected = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
-        slots = None if extras.slots is None else extras.slots[selected]
-        values = _read_rows(tiers, feature_row, index[selected], slots)
+        positions = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
+        slots = None if extras.slots is None else extras.slots[positions]
+        values = _read_rows(tiers, feature_row, index[positions], slots)
         if sample_weights is not None:
-            values = values * sample_weights[selected].to(values.dtype).unsqueeze(1)
+            values = values * sample_weights[positions].to(values.dtype).unsqueeze(1)
         if pooling is Pooling.MEAN:
-            values = values / lengths[bag[selected]].to(values.dtype).unsqueeze(1)
-        first_element = first_elements[selected if is_unpooled else bag[selected]]
+            values = values / lengths[bag[positions]].to(values.dtype).unsqueeze(1)
+        first_element = first_elements[positions if is_unpooled else bag[positions]]
         elements = first_element.unsqueeze(1) + torch.arange(
             feature_row[FeatureColumn.DIM], device=first_element.device
         )
@@ -218,10 +218,10 @@ def sample_weight_grad(
     """
     tiers = [tier.detach() for tier in _flat_tiers(weights)]
     ones = torch.ones(indices.numel(), dtype=tiers[0].dtype, device=indices.device)
-    columns = grad.size(-1)
+    output_dim = grad.size(-1)
     with torch.enable_grad():
         ones.requires_grad_()
-        out = lookup(tiers, features, indices, offsets, ones, pooling, columns, extras)
+        out = lookup(tiers, features, indices, offsets, ones, pooling, output_dim, extras)
         return torch.autograd.grad(out, ones, grad.to(out.dtype))[0]
 
 
@@ -256,28 +256,30 @@ def update_(
     per_row = optim.OPTIMIZERS[optimizer].per_row
     slots = torch.full_like(groups.rows, -1) if row_slots is None else row_slots.long()
     is_pending = torch.ones_like(groups.rows, dtype=torch.bool)
-    for offset, base, rows, dim, _, table_tier, state_base, stride in features.tolist():
-        selected = is_pending & (groups.rows >= base) & (groups.rows < base + rows)
-        is_pending &= ~selected
+    for offset, base, num_rows, dim, _, table_tier, state_base, stride in features.tolist():
+        is_in_table = (groups.rows >= base) & (groups.rows < base + num_rows)
+        is_updated = is_pending & is_in_table
+        is_pending &= ~is_updated
         capacity = (
             weights[Tier.CACHE].numel() // stride if stride and len(weights) > Tier.CACHE else 0
         )
-        is_cached = selected & (slots >= 0) & (slots < capacity)
-        for tier, in_tier in ((table_tier, selected & ~is_cached), (Tier.CACHE, is_cached)):
-            linear_rows = groups.rows[in_tier]
+        is_cached = is_updated & (slots >= 0) & (slots < capacity)
+        for tier, is_in_tier in ((table_tier, is_updated & ~is_cached), (Tier.CACHE, is_cached)):
+            linear_rows = groups.rows[is_in_tier]
             if linear_rows.numel() == 0:
                 continue
             columns = torch.arange(dim, device=linear_rows.device)
             # Elements [n, dim] of the rows in their table, whose gradient is read, and in `tier`.
             table_elements = (offset + (linear_rows - base) * dim).unsqueeze(1) + columns
             if tier == Tier.CACHE:
-                elements = (slots[in_tier] * stride).unsqueeze(1) + columns
-                row_numbers = slots[in_tier]
+                elements = (slots[is_in_tier] * stride).unsqueeze(1) + columns
+                row_numbers = slots[is_in_tier]
             else:
                 elements, row_numbers = table_elements, state_base + linear_rows - base
             tier_states = states[tier * len(per_row) : (tier + 1) * len(per_row)]
-            state_positions = [row_numbers if by_row else elements for by_row in per_row]
-            row_states = [state[i] for state, i in zip(tier_states, state_positions, strict=True)]
+            state_positions = [row_numbers if is_per_row else elements for is_per_row in per_row]
+            pairs = zip(tier_states, state_positions, strict=True)
+            row_states = [state[positions] for state, positions in pairs]
             new_rows, new_states = optim.step_rows(
                 optimizer,
                 weights[tier][elements],
