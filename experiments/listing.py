@@ -20,7 +20,7 @@ from rich.text import Text
 from experiments import configure, kinds, launch
 from experiments.config.schema import Config, UsageError
 from experiments.contenders import registry
-from experiments.kinds.base import Effort
+from experiments.kinds.base import Repetition
 from experiments.paths import CONF, REFERENCE
 from experiments.results.store import read_json, runs_in
 from experiments.run import jobs
@@ -78,7 +78,9 @@ def cells_and_time(config: Config) -> tuple[str, str]:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
     limited_cells = [
-        cell for cell in cells if kinds.find(cell.kind).measurement.effort is not Effort.TRAINED
+        cell
+        for cell in cells
+        if kinds.find(cell.kind).measurement.repetition is not Repetition.TRAINED
     ]
     if not limited_cells:
         return str(len(cells)), UNKNOWN

@@ -70,7 +70,7 @@ def label_of(contender: str) -> str:
     A contender that no longer exists is its own label.
     """
     computed = COMPUTED_ARMS | ONLY_ARMS | QUALITY_METHODS
-    return computed.get(contender) or registry.facts_of(contender).label
+    return computed.get(contender) or registry.entry_of(contender).label
 
 
 def variants_of(contender: str) -> str:
@@ -80,7 +80,7 @@ def variants_of(contender: str) -> str:
     """
     if contender in ONLY_ARMS:
         return ""
-    return "cache" if contender in COMPUTED_ARMS else registry.facts_of(contender).variants
+    return "cache" if contender in COMPUTED_ARMS else registry.entry_of(contender).variants
 
 
 @dataclass(frozen=True, order=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from experiments.contenders.keys import KeyTable
-from experiments.contenders.registry import Wrong
+from experiments.contenders.registry import WrongResult
 from experiments.machine.bandwidth import WORDS_PER_LINE
 from experiments.workloads.keys import KeySpace, values_of
 
@@ -29,17 +29,17 @@ def verify_key_table(table: KeyTable, space: KeySpace, present_keys: Tensor) -> 
             CHECKED_KEYS are checked.
 
     Raises:
-        Wrong: an operation returned a wrong result; the first one is named.
+        WrongResult: an operation returned a wrong result; the first one is named.
     """
     num_checked = min(CHECKED_KEYS, len(present_keys))
     present = present_keys[torch.linspace(0, len(present_keys) - 1, num_checked).long()]
     # An eighth as many as the present keys, so that inserting them evicts few.
-    absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
+    absent = space.key_range(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
     if table.is_ceiling:
         positions = table.prepare(keys, values_of(keys, 0))
         if not torch.equal(table.find_slots(positions) * WORDS_PER_LINE, positions):
-            raise Wrong("find_slots: a line does not hold its own number")
+            raise WrongResult("find_slots: a line does not hold its own number")
         return
     _check_slots(table, "find_slots", keys, len(present), len(absent))
     if "find" in table.operations:
@@ -72,10 +72,10 @@ def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
         _check_values(table, "find", absent, values_of(absent, dim))
         slots = _result_of(table, "find_slots", evicted)
         if len(evicted) and (slots != table.absent).any():
-            raise Wrong("insert_and_evict: a key that it reports as evicted is still present")
+            raise WrongResult("insert_and_evict: a key that it reports as evicted is still present")
     table.erase(absent.to(table.task.device))
     if (_result_of(table, "find_slots", absent) != table.absent).any():
-        raise Wrong("erase: a key is still present")
+        raise WrongResult("erase: a key is still present")
 
 
 def _result_of(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
@@ -93,17 +93,17 @@ def _check_slots(
     """
     slots = _result_of(table, operation, keys)
     if slots.shape != keys.shape:
-        raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
+        raise WrongResult(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
     present = slots[:num_present]
     if (present == table.absent).any():
-        raise Wrong(f"{operation}: a present key is not found")
+        raise WrongResult(f"{operation}: a present key is not found")
     if len(present.unique()) < num_present:
-        raise Wrong(f"{operation}: two keys have one slot")
+        raise WrongResult(f"{operation}: two keys have one slot")
     if (slots[num_present : num_present + num_absent] != table.absent).any():
-        raise Wrong(f"{operation}: an absent key is found")
+        raise WrongResult(f"{operation}: an absent key is found")
     repeated_slots = slots[num_present + num_absent :]
     if not torch.equal(repeated_slots, present[: len(repeated_slots)]):
-        raise Wrong(f"{operation}: a repeated key has two slots")
+        raise WrongResult(f"{operation}: a repeated key has two slots")
 
 
 def _check_values(
@@ -122,4 +122,4 @@ def _check_values(
     passed = expected + 1 if passes_other_values else expected
     actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))
     if not torch.equal(actual.cpu(), expected):
-        raise Wrong(f"{operation}: values differ from the inserted ones")
+        raise WrongResult(f"{operation}: values differ from the inserted ones")

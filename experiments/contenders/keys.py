@@ -26,14 +26,14 @@ class KeyTask:
         slots: maximum number of keys of a table that evicts or rejects some.
         dim: float32 columns of a value.
         device: device of the table.
-        resident: number of keys to fill the table with, at most `slots`.
+        num_resident: number of keys to fill the table with, at most `slots`.
         initial_slots: slots of a growing table at first; 0 for `slots`. Other tables ignore it.
     """
 
     slots: int
     dim: int
     device: torch.device
-    resident: int
+    num_resident: int
     initial_slots: int = 0
 
 

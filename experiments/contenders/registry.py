@@ -44,11 +44,11 @@ class Unsupported(Exception):
     """A contender cannot do a task; its row of the report shows the message."""
 
 
-class Missing(Unsupported):
+class MissingLibrary(Unsupported):
     """A contender needs a package or library that is not installed or does not load."""
 
 
-class Wrong(Exception):
+class WrongResult(Exception):
     """A contender's results differ from the reference; the message says where."""
 
 
@@ -97,7 +97,7 @@ class Entry:
     def missing(self) -> str:
         """Return what is not installed and the command for it; "" if nothing is missing.
 
-        Nothing is imported: `load` may still raise Missing.
+        Nothing is imported: `load` may still raise MissingLibrary.
         """
         if self.variable and not self.library_path():
             return f"not built here: {self.install}"
@@ -135,24 +135,27 @@ class Entry:
         """Import the class.
 
         Raises:
-            Missing: a package of `requires` or the user's library is not installed or not loadable.
+            MissingLibrary: a package of `requires` or the user's library is not installed or not
+                loadable.
             ImportError, OSError, AttributeError: the file cannot be imported, and the entry
                 requires nothing.
         """
         if reason := self.missing():
-            raise Missing(reason)
+            raise MissingLibrary(reason)
         try:
             return getattr(_import_file(self.file), self.class_name)
         # A shared library that does not load, or another version that lacks a function.
         except (ImportError, OSError, AttributeError) as error:
             if self.variable:
-                raise Missing(f"{self.library_path()} does not load here ({error})") from error
+                raise MissingLibrary(
+                    f"{self.library_path()} does not load here ({error})"
+                ) from error
             if not self.requires:
                 raise
             versions = ", ".join(
                 f"{package} {version}" for package, version in self.versions().items()
             )
-            raise Missing(
+            raise MissingLibrary(
                 f"{versions} does not load here ({error}); known to work: "
                 f"{', '.join(self.requires)}"
             ) from error
@@ -196,12 +199,13 @@ def build(name: str, task: Any) -> Any:
 
     Raises:
         RegistryError: the name is unknown.
-        Unsupported: the contender cannot do the task, or (Missing) a package is not installed.
+        Unsupported: the contender cannot do the task, or (MissingLibrary) a package is not
+            installed.
     """
     return find(name).load()(task)
 
 
-def facts_of(name: str) -> Entry:
+def entry_of(name: str) -> Entry:
     """Return the entry of a contender; for an unknown name, an entry with the defaults.
 
     Runs that are stored may have contenders that no longer exist.
@@ -211,7 +215,7 @@ def facts_of(name: str) -> Entry:
 
 def identity(name: str) -> dict[str, str]:
     """Return the facts outside this repository that decide which program is measured."""
-    entry = facts_of(name)
+    entry = entry_of(name)
     facts = entry.versions()
     if entry.variable and (library := entry.library_path()):
         size, modified_ns = (

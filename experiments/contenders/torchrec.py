@@ -248,7 +248,7 @@ class ManagedCollisions(SortedTable):
 
     Training calls record every id; every EVICTION_INTERVAL-th call also admits and evicts ids by
     frequency. A slot is a row; all absent ids share the last one. `fill` takes at most
-    `task.resident` distinct keys. `size` does not count what training calls change.
+    `task.num_resident` distinct keys. `size` does not count what training calls change.
     """
 
     operations = ("find_slots", "find_or_insert_slots")
@@ -256,7 +256,7 @@ class ManagedCollisions(SortedTable):
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
-        self.absent = max(MIN_ROWS, task.resident + 1) - 1
+        self.absent = max(MIN_ROWS, task.num_resident + 1) - 1
         self.reset_after_checks()
 
     def reset_after_checks(self) -> None:

@@ -25,7 +25,7 @@ from experiments.config.schema import Config
 from experiments.gate.instructions import Counts
 from experiments.gate.points import BuildResult, Point, Setup
 from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
-from experiments.measure.process import Child, Died, Limits
+from experiments.measure.process import Child, ChildDied, Limits
 from experiments.results.store import Record, RunStore
 from experiments.run.progress import Display
 from experiments.timing import statistics
@@ -155,7 +155,7 @@ def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = N
 class WorkerLost(Exception):
     """A worker died: at the point that `point` names, or before the first point ("")."""
 
-    def __init__(self, side: Side, point: str, death: Died) -> None:
+    def __init__(self, side: Side, point: str, death: ChildDied) -> None:
         super().__init__(str(death))
         self.side, self.point, self.death = side, point, death
 
@@ -190,7 +190,7 @@ def _measure_pair(
             try:
                 workers[side].send(message)
                 return workers[side].receive()
-            except Died as death:
+            except ChildDied as death:
                 raise WorkerLost(
                     side, point or workers[side].note.partition("|")[0], death
                 ) from None
@@ -214,7 +214,7 @@ def _measure_pair(
         for name in rng.sample(names, len(names)):
             result.samples[name] = _measure_point(job, name, ask, rng)
         for worker in workers.values():
-            with suppress(Died):  # without harm: all points are measured
+            with suppress(ChildDied):  # without harm: all points are measured
                 worker.send(None)
 
 

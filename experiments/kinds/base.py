@@ -90,7 +90,7 @@ class ArmRules:
     ranks: Ranks = Ranks.ONE
 
 
-class Effort(Enum):
+class Repetition(Enum):
     """The number of processes that measure a cell one after the other, and their time limit."""
 
     TIMED = "timing.replicates processes, each for timing.cell_seconds"
@@ -104,7 +104,7 @@ class Measurement:
 
     Attributes:
         cell: "module:function" of the function (cell, session, seconds) -> records; "" for none.
-        effort: number of processes, and their time limit.
+        repetition: number of processes, and their time limit.
         modes: modes; () for timing.modes.
         makes_tables: True if tables are built. Then a trace must state their rows, and tables that
             exceed device.memory_share of the free memory are shrunk.
@@ -112,7 +112,7 @@ class Measurement:
     """
 
     cell: str = ""
-    effort: Effort = Effort.TIMED
+    repetition: Repetition = Repetition.TIMED
     modes: tuple[Mode, ...] = ()
     makes_tables: bool = True
     packages: tuple[str, ...] = ()
@@ -281,8 +281,8 @@ class Kind:
 
         The default shows the median of the phase "step"; a kind without it must override this.
         """
-        return outcomes_line(
-            "step", records, lambda record: f"{1e3 * median_of(record, 'step'):.3g} ms"
+        return progress_line(
+            "step", records, lambda record: f"{1e3 * median_seconds(record, 'step'):.3g} ms"
         )
 
     # Reporting
@@ -361,7 +361,7 @@ def load(target: str) -> Callable[..., Any]:
     return target_object
 
 
-def outcomes_line(
+def progress_line(
     quantity: str, records: Sequence[Record], format_number: Callable[[Record], str]
 ) -> str:
     """Return a line with the formatted number of each record, or the status if it is not "ok"."""
@@ -374,7 +374,7 @@ def outcomes_line(
     return f"{quantity}: {' · '.join(outcomes)}"
 
 
-def median_of(record: Record, phase: str) -> float:
+def median_seconds(record: Record, phase: str) -> float:
     """Return the median seconds of a record's phase; raise KeyError if it has no such phase."""
     return statistics.summarise([seconds for _, seconds in record["samples"][phase]]).median
 
@@ -388,7 +388,7 @@ def check_contender_types(prefix: str, names: Sequence[str], wanted: ContenderTy
         wanted: any type but BOTH.
     """
     for name in names:
-        entry = registry.facts_of(name)
+        entry = registry.entry_of(name)
         actual = ContenderType.BAGS
         if entry.keyed:
             actual = ContenderType.KEYED

@@ -30,7 +30,7 @@ class Cache(base.Kind):
         contenders=base.ContenderType.BOTH,
     )
     measurement = base.Measurement(
-        "experiments.measure.cache:cache_cell", effort=base.Effort.ONCE, modes=(Mode.hot,)
+        "experiments.measure.cache:cache_cell", repetition=base.Repetition.ONCE, modes=(Mode.hot,)
     )
     reporting = base.Reporting(
         "experiments.kind_reports.cache",
@@ -56,7 +56,7 @@ class Cache(base.Kind):
         shown_records = [
             record for record in records if record.get("cache_rows", middle_size) == middle_size
         ]
-        return base.outcomes_line(
+        return base.progress_line(
             "% of lookups served",
             shown_records,
             lambda record: f"{100 * counted_hit_rates(record).lookups:.0f}",

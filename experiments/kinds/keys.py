@@ -57,7 +57,7 @@ def _rate_text(record: Record) -> str:
     if record["status"] != "ok":
         return f"{record['label']}: {record['status']}"
     name = next(iter(record["samples"]))
-    rate = record["lookups"] / base.median_of(record, name) / 1e6
+    rate = record["lookups"] / base.median_seconds(record, name) / 1e6
     return f"{record['label']} {name} {rate:.3g} M keys/s"
 
 

@@ -57,7 +57,7 @@ class Predictions(base.Kind):
     arms = base.ArmRules(only_arm="trains")
     measurement = base.Measurement(
         "experiments.measure.predictions:predictions_cell",
-        effort=base.Effort.ONCE,
+        repetition=base.Repetition.ONCE,
         modes=(Mode.hot,),
         makes_tables=False,
     )

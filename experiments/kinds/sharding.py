@@ -49,7 +49,7 @@ class OverRanks(base.Kind):
                 stated_batch = cell.workload.B
                 batch = max(1, stated_batch // ranks) if scaling is Scaling.strong else stated_batch
                 one_process_arms = [
-                    arm for arm in cell.arms if registry.facts_of(arm.contender).alone
+                    arm for arm in cell.arms if registry.entry_of(arm.contender).alone
                 ]
                 arms = tuple(arm for arm in cell.arms if ranks == 1 or arm not in one_process_arms)
                 if (ranks, batch) in yielded_worlds or not arms:
@@ -91,7 +91,9 @@ class Calibration(OverRanks):
     name = "calibration"
     arms = base.ArmRules(only_arm="constants", ranks=base.Ranks.OF_WORLDS)
     measurement = base.Measurement(
-        "experiments.measure.sharding:calibration_cell", effort=base.Effort.ONCE, modes=(Mode.hot,)
+        "experiments.measure.sharding:calibration_cell",
+        repetition=base.Repetition.ONCE,
+        modes=(Mode.hot,),
     )
     reporting = base.Reporting(
         "experiments.kind_reports.calibration",

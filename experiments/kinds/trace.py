@@ -46,7 +46,7 @@ class Trace(base.Kind):
     arms = base.ArmRules(only_arm="lookups")
     measurement = base.Measurement(
         "experiments.measure.trace:trace_cell",
-        effort=base.Effort.ONCE,
+        repetition=base.Repetition.ONCE,
         modes=(Mode.hot,),
         makes_tables=False,
     )

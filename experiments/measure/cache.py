@@ -72,7 +72,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
         measured_sizes.add((arm.contender, cache_rows))
         session.note(f"{arm.key}|running the trace")
         with outcome.catching():
-            if registry.facts_of(arm.contender).keyed:
+            if registry.entry_of(arm.contender).keyed:
                 ids = [_global_rows(batch, shapes) for batch in pool.batches]
                 samples = run_keys(arm.contender, ids, cache_rows, session)
             elif arm.contender in COMPUTED_ARMS:
@@ -179,7 +179,7 @@ def run_keys(
         {counter: value per batch}, with the counters lookups, lookup_hits, rows and row_hits.
 
     Raises:
-        Wrong: the contender failed the check.
+        WrongResult: the contender failed the check.
     """
 
     def build_table(num_slots: int) -> KeyTable:
@@ -189,7 +189,7 @@ def run_keys(
         return table.prepare(torch.from_numpy(ids.astype(np.int64)), torch.zeros(len(ids), 1))
 
     space, checked_table = KeySpace(Order.permuted, session.seed), build_table(4 * CHECKED_KEYS)
-    keys = space.run(0, CHECKED_KEYS)
+    keys = space.key_range(0, CHECKED_KEYS)
     checked_table.fill(keys, values_of(keys, 1))
     verify_key_table(checked_table, space, keys)
     table = build_table(num_slots)

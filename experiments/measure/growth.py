@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.config.schema import GROWTH_PHASE
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.keys import KeyTable, KeyTask
-from experiments.contenders.registry import Wrong, build
+from experiments.contenders.registry import WrongResult, build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.keys import KEYS_PER_FILL
@@ -46,7 +46,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     tables.clear()
     for arm in cell.arms:
         outcome = outcomes[arm.key]
-        outcome.measured.conclude(telemetry.flags(), telemetry.summary())
+        outcome.race_result.conclude(telemetry.flags(), telemetry.summary())
         record: Record = {"keys_there": key_counts(cell)[1]}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")
@@ -90,14 +90,14 @@ def _fill_in_turns(
     keys_per_call, num_total = key_counts(cell)
     rng = random.Random(session.seed)
     for key in tables:
-        outcomes[key].measured.samples = {GROWTH_PHASE: []}
+        outcomes[key].race_result.samples = {GROWTH_PHASE: []}
     for call_index in range(num_total // keys_per_call):
-        keys = space.run(call_index * keys_per_call, keys_per_call)
+        keys = space.key_range(call_index * keys_per_call, keys_per_call)
         running_arms = [key for key in tables if outcomes[key].status == "ok"]
         for key in rng.sample(running_arms, len(running_arms)):
             session.note(f"{key}|call {call_index + 1}")
             with outcomes[key].catching():
-                outcomes[key].measured.samples[GROWTH_PHASE].append(
+                outcomes[key].race_result.samples[GROWTH_PHASE].append(
                     (call_index, _timed_fill(tables[key], keys))
                 )
     for key, table in tables.items():
@@ -105,7 +105,7 @@ def _fill_in_turns(
             session.note(f"{key}|checking")
             with outcomes[key].catching():
                 _verify_filled(table, space, num_total)
-                outcomes[key].measured.stop_reason = "filled"
+                outcomes[key].race_result.stop_reason = "filled"
 
 
 def _timed_fill(table: KeyTable, keys: Tensor) -> float:
@@ -124,21 +124,21 @@ def _timed_fill(table: KeyTable, keys: Tensor) -> float:
 
 
 def _verify_filled(table: KeyTable, space: KeySpace, num_total: int) -> None:
-    """Raise Wrong unless every key is present, has a slot to itself, and has its value."""
+    """Raise WrongResult unless every key is present, has a slot to itself, and has its value."""
     slot_blocks = []
     for first in range(0, num_total, KEYS_PER_FILL):
-        keys = space.run(first, min(KEYS_PER_FILL, num_total - first))
+        keys = space.key_range(first, min(KEYS_PER_FILL, num_total - first))
         values = values_of(keys, table.task.dim)
         slot_blocks.append(table.find_slots(table.prepare(keys, values)).cpu())
         if "find" in table.operations and not torch.equal(
             table.find(table.prepare(keys, values)).cpu(), values
         ):
-            raise Wrong("after growth a key has another value")
+            raise WrongResult("after growth a key has another value")
     slots = torch.cat(slot_blocks)
     if (slots == table.absent).any():
-        raise Wrong(f"after growth {int((slots == table.absent).sum())} keys are not there")
+        raise WrongResult(f"after growth {int((slots == table.absent).sum())} keys are not there")
     if len(slots.unique()) < num_total:
-        raise Wrong("after growth two keys have one slot")
+        raise WrongResult("after growth two keys have one slot")
 
 
 def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
@@ -153,7 +153,7 @@ def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> 
     def grow() -> None:
         table = _build_table(cell, arm, session)
         for first in range(0, num_total, keys_per_call):
-            keys = space.run(first, keys_per_call)
+            keys = space.key_range(first, keys_per_call)
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
         tables.append(table)
 

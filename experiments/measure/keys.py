@@ -21,7 +21,7 @@ from experiments.measure.session import Session
 from experiments.measure.timing import race_modes
 from experiments.results.store import Record
 from experiments.timing.call_clock import CallClock, TimedCall
-from experiments.workloads.keys import Call, Calls, values_of
+from experiments.workloads.keys import KeyCall, KeyCalls, values_of
 from experiments.workloads.workload import table_shapes
 
 INSERTIONS = ("find_or_insert_slots", "find_or_insert", "insert_or_assign", "insert_and_evict")
@@ -43,7 +43,7 @@ class FilledTable:
     """
 
     table: KeyTable
-    calls: Calls
+    calls: KeyCalls
     keys_to_erase: Tensor | None = None
 
     def restore(self) -> None:
@@ -57,35 +57,37 @@ class Operation(TimedCall):
     """An operation on the table of an arm, as a phase of the race.
 
     An operation that inserts gets new keys at each call, unless all its keys are present. Other
-    operations repeat `pool` prepared calls. Inserted keys are erased before the next call, if the
-    table can erase and had free slots for all of them. Otherwise they stay, and later keys may
+    operations repeat `num_calls` prepared calls. Inserted keys are erased before the next call, if
+    the table can erase and had free slots for all of them. Otherwise they stay, and later keys may
     evict others.
 
     Args:
         filled: table of the arm.
         name: name of the method of the table.
-        pool: number of prepared calls.
+        num_calls: number of prepared calls.
     """
 
-    def __init__(self, filled: FilledTable, name: str, pool: int) -> None:
+    def __init__(self, filled: FilledTable, name: str, num_calls: int) -> None:
         self.filled, self.operation = filled, getattr(filled.table, name)
         self.repeats = filled.table.period if name in INSERTIONS else 1
-        self.inserts_new_keys = name in INSERTIONS and filled.calls.num_present < filled.calls.size
+        self.inserts_new_keys = (
+            name in INSERTIONS and filled.calls.num_present < filled.calls.keys_per_call
+        )
         self.value_dim = filled.table.task.dim if name in OPERATIONS_WITH_VALUES else 0
-        calls = () if self.inserts_new_keys else range(pool)
-        self.arguments = [self._prepare(filled.calls.next(self.value_dim)) for _ in calls]
+        calls = () if self.inserts_new_keys else range(num_calls)
+        self.prepared_calls = [self._prepare(filled.calls.next(self.value_dim)) for _ in calls]
 
-    def _prepare(self, call: Call) -> Any:
+    def _prepare(self, call: KeyCall) -> Any:
         return self.filled.table.prepare(call.keys, call.values)
 
-    def prepare(self, number: int) -> Any:
+    def prepare(self, batch_number: int) -> Any:
         self.filled.restore()
         if not self.inserts_new_keys:
-            return self.arguments[number]
+            return self.prepared_calls[batch_number]
         call = self.filled.calls.next(self.value_dim)
-        free_slots = self.filled.table.task.slots - self.filled.calls.resident
-        if self.filled.table.has_erase and len(call.new) <= free_slots:
-            self.filled.keys_to_erase = call.new
+        free_slots = self.filled.table.task.slots - self.filled.calls.num_resident
+        if self.filled.table.has_erase and len(call.new_keys) <= free_slots:
+            self.filled.keys_to_erase = call.new_keys
         return self._prepare(call)
 
     def call(self, arguments: Any) -> object:
@@ -97,16 +99,16 @@ def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
     See `_record` for the entries that other kinds do not have.
     """
-    outcomes, filled = _build(cell, session)
+    outcomes, filled_tables = _build(cell, session)
     phases = {}
-    for key, table in filled.items():
+    for key, filled in filled_tables.items():
         with outcomes[key].catching():
             session.note(f"{key}|preparing calls")
-            phases[key] = _operations(cell, table, session)
+            phases[key] = _operations(cell, filled, session)
     clock_for = partial(CallClock, session.device)
     modes = race_modes(session, seconds, session.config.timing, outcomes, phases, clock_for)
     return [
-        _record(cell, outcome, session, filled.get(key))
+        _record(cell, outcome, session, filled_tables.get(key))
         for outcomes_in_mode in modes
         for key, outcome in outcomes_in_mode.items()
     ]
@@ -120,22 +122,24 @@ def _operations(cell: Cell, filled: FilledTable, session: Session) -> dict[str, 
 def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
     """Return the slots, columns and keys for which an arm's table is built."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
-    resident = max(1, round(arm.load * shape.rows))
-    return KeyTask(shape.rows, shape.dim, session.device, resident)
+    num_resident = max(1, round(arm.load * shape.rows))
+    return KeyTask(shape.rows, shape.dim, session.device, num_resident)
 
 
 def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, FilledTable]]:
     """Build, fill and check the tables, see `build_arms`."""
-    inserts = any(name in INSERTIONS for name in cell.keys.operations) and cell.keys.hits < 1
+    has_inserts = any(name in INSERTIONS for name in cell.keys.operations) and cell.keys.hits < 1
 
     def build_filled(arm: Arm) -> FilledTable:
         task = task_of(cell, arm, session)
-        calls = Calls(cell.workload, cell.keys, task.resident, session.seed, inserts=inserts)
+        calls = KeyCalls(
+            cell.workload, cell.keys, task.num_resident, session.seed, inserts=has_inserts
+        )
         table: KeyTable = build(arm.contender, task)
         session.note(f"{arm.key}|filling")
-        calls.resident = fill(table, calls)
+        calls.num_resident = fill(table, calls)
         session.note(f"{arm.key}|checking")
-        last_keys = calls.space.run(calls.resident - calls.num_present, calls.num_present)
+        last_keys = calls.space.key_range(calls.num_resident - calls.num_present, calls.num_present)
         verify_key_table(table, calls.space, last_keys)
         table.reset_after_checks()
         return FilledTable(table, calls)
@@ -143,26 +147,26 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
     return build_arms(cell, session, build_filled)
 
 
-def fill(table: KeyTable, calls: Calls) -> int:
-    """Insert keys 0, 1, ... until FULL_SHARE of `table.task.resident` keys are present.
+def fill(table: KeyTable, calls: KeyCalls) -> int:
+    """Insert keys 0, 1, ... until FULL_SHARE of `table.task.num_resident` keys are present.
 
     Return the number of inserted keys. Filling a table completely takes more keys than slots,
     because late keys evict earlier ones before the last slot is taken. Some of the evicted keys are
     keys that calls use, which are therefore inserted again. After MAX_FILL_ROUNDS further calls the
     table stays as it is.
     """
-    num_wanted, num_inserted = table.task.resident, 0
-    for _ in range(MAX_FILL_ROUNDS + -(-num_wanted // KEYS_PER_FILL)):
+    num_required, num_inserted = table.task.num_resident, 0
+    for _ in range(MAX_FILL_ROUNDS + -(-num_required // KEYS_PER_FILL)):
         # Counting is slow for some tables, so it waits until the table may be full.
-        is_counted = num_inserted >= num_wanted
-        num_missing = num_wanted - (table.size() if is_counted else num_inserted)
-        if is_counted and num_missing <= (1 - FULL_SHARE) * num_wanted:
+        is_counted = num_inserted >= num_required
+        num_missing = num_required - (table.size() if is_counted else num_inserted)
+        if is_counted and num_missing <= (1 - FULL_SHARE) * num_required:
             break
-        keys = calls.space.run(num_inserted, min(KEYS_PER_FILL, max(num_missing, 1)))
+        keys = calls.space.key_range(num_inserted, min(KEYS_PER_FILL, max(num_missing, 1)))
         table.fill(keys, values_of(keys, table.task.dim))
         num_inserted += len(keys)
-    if num_inserted > num_wanted:
-        keys_of_calls = calls.space.run(num_inserted - calls.num_present, calls.num_present)
+    if num_inserted > num_required:
+        keys_of_calls = calls.space.key_range(num_inserted - calls.num_present, calls.num_present)
         table.fill(keys_of_calls, values_of(keys_of_calls, table.task.dim))
     return num_inserted
 

@@ -21,12 +21,12 @@ from experiments.config.schema import Mode
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, update_rounding
-from experiments.contenders.registry import Missing, Unsupported, Wrong
-from experiments.measure.process import Died, describe_error, is_out_of_memory
+from experiments.contenders.registry import MissingLibrary, Unsupported, WrongResult
+from experiments.measure.process import ChildDied, describe_error, is_out_of_memory
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.clock import UnsupportedMode
-from experiments.timing.race import Measured
+from experiments.timing.race import RaceResult
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
 Built = TypeVar("Built")  # a contender or table that was built for an arm
@@ -41,7 +41,8 @@ def verify(contender: Contender, batch: Batch) -> None:
     The contender must not have made a step before. Afterwards its parameters are updated by one.
 
     Raises:
-        Wrong: an output or an update differs by more than rounding explains, or is not finite.
+        WrongResult: an output or an update differs by more than rounding explains, or is not
+            finite.
     """
     state_before = contender.observe(batch)
     output, expected_state = contender.expect(batch, state_before)
@@ -60,7 +61,7 @@ def verify(contender: Contender, batch: Batch) -> None:
 
 
 def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """Raise Wrong unless the tensors have the same shape and are equal within the tolerance.
+    """Raise WrongResult unless the tensors have the same shape and are equal within the tolerance.
 
     The permitted error is `tolerance` (a scalar or of that shape) plus MAX_ERROR times the largest
     expected element, which must be finite. `expected` is on the CPU, `actual` on any device.
@@ -68,16 +69,18 @@ def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) 
     """
     actual, expected = actual.detach().cpu().float(), expected.float()
     if actual.shape != expected.shape:
-        raise Wrong(
+        raise WrongResult(
             f"{subject}: shape {tuple(actual.shape)}, reference has {tuple(expected.shape)}"
         )
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     error = (actual - expected).abs()
     if not (error <= MAX_ERROR * scale + tolerance).all():  # also catches NaN
         worst = float(error.max())
-        raise Wrong(f"{subject}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
+        raise WrongResult(
+            f"{subject}: differs from the reference by up to {worst:.3g} of {scale:.3g}"
+        )
     if not torch.isfinite(expected).all():
-        raise Wrong(f"{subject}: the reference itself is not finite")
+        raise WrongResult(f"{subject}: the reference itself is not finite")
 
 
 @dataclass
@@ -89,7 +92,7 @@ class Outcome:
         mode: mode of the samples.
         status: "ok", "missing", "unsupported", "wrong", "oom", "timeout" or "error".
         reason: message of the error; "" for "ok".
-        measured: samples, and what was observed with them.
+        race_result: samples, and what was observed with them.
         peak_bytes: peak memory of a step (`memory.peak_bytes`); None if it was not measured.
         nbytes: bytes of parameters, optimizer state and cache, see `Contender.nbytes`; {} if they
             were not measured.
@@ -102,7 +105,7 @@ class Outcome:
     mode: Mode = Mode.hot
     status: str = "ok"
     reason: str = ""
-    measured: Measured = field(default_factory=Measured)
+    race_result: RaceResult = field(default_factory=RaceResult)
     peak_bytes: int | None = None
     nbytes: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -111,7 +114,7 @@ class Outcome:
     def fail(self, error: Exception) -> None:
         """Set status and reason by an error. The reason of an unexpected one has file and line."""
         self.status = status_of(error)
-        is_unexpected = self.status == "error" and not isinstance(error, Died)
+        is_unexpected = self.status == "error" and not isinstance(error, ChildDied)
         message = str(error).strip() or type(error).__name__
         self.reason = describe_error(error) if is_unexpected else message
 
@@ -144,13 +147,13 @@ def build_arms(
 
 def status_of(error: Exception) -> str:
     """Return the status of a contender that raised this error."""
-    if isinstance(error, Died):
+    if isinstance(error, ChildDied):
         return error.status
-    if isinstance(error, Missing):
+    if isinstance(error, MissingLibrary):
         return "missing"
     if isinstance(error, Unsupported | UnsupportedMode):
         return "unsupported"
-    if isinstance(error, Wrong):
+    if isinstance(error, WrongResult):
         return "wrong"
     return "oom" if is_out_of_memory(error) else "error"
 
@@ -178,13 +181,13 @@ def make_record(cell: Cell, outcome: Outcome, session: Session) -> Record:
     with a pool replace them by `pool_entries`.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    arm, measured, workload = outcome.arm, outcome.measured, cell.workload
+    arm, race_result, workload = outcome.arm, outcome.race_result, cell.workload
     params = {
         name: getattr(value, "value", value) for name, value in dataclasses.asdict(workload).items()
     }
     # The path is private; sha256 identifies the file.
     params["file"] = Path(workload.file).name if workload.file else ""
-    measured_entries, contender_facts = measured.entries(), registry.facts_of(arm.contender)
+    race_entries, contender = race_result.entries(), registry.entry_of(arm.contender)
     return {
         "run_id": session.run_id,
         **session.identity,
@@ -205,9 +208,9 @@ def make_record(cell: Cell, outcome: Outcome, session: Session) -> Record:
         "optimizer": session.config.optimizer.value,
         "status": outcome.status,
         "reason": outcome.reason,
-        **measured_entries,
-        "flags": [*measured_entries["flags"], *contender_facts.unknown_versions()],
-        "packages": contender_facts.versions(),
+        **race_entries,
+        "flags": [*race_entries["flags"], *contender.unknown_versions()],
+        "packages": contender.versions(),
         "seed": session.seed,
         "world_size": session.config.device.ranks,
         "rows_scale": cell.rows_scale,
@@ -222,7 +225,7 @@ def make_record(cell: Cell, outcome: Outcome, session: Session) -> Record:
         "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
         "cache_bytes": outcome.nbytes.get("cache", 0),
         "peak_bytes": outcome.peak_bytes,
-        "samples": measured.samples,
+        "samples": race_result.samples,
         "counters": outcome.counters,
         "flops": outcome.flops,
     }

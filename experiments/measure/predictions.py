@@ -22,7 +22,7 @@ from torch import Tensor
 
 import emblib
 from experiments.config.sweep import Cell
-from experiments.contenders.registry import Unsupported, Wrong
+from experiments.contenders.registry import Unsupported, WrongResult
 from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
 from experiments.results.store import Record
@@ -96,7 +96,7 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         session.note(f"{cell.arms[0].key}|timing steps")
         _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predict()
-        outcome.measured.stop_reason = "predicted"
+        outcome.race_result.stop_reason = "predicted"
     return [make_record(cell, outcome, session) | record]
 
 
@@ -164,8 +164,8 @@ class _Experiment:
     def _build_module(self, order: str, cached_share: float) -> tuple[Any, int]:
         """Return a module that caches the rows of its first ids, and their number.
 
-        `cached_share` is their share of all rows; 0 returns a train without a cache. Raise Wrong if
-        the module caches other rows.
+        `cached_share` is their share of all rows; 0 returns a train without a cache. Raise
+        WrongResult if the module caches other rows.
         """
         if not cached_share:
             return self.trains[order], 0
@@ -178,7 +178,7 @@ class _Experiment:
         _train_step(bags, (cached_ids, torch.tensor([0, num_cached])))
         bags.populate()
         if not torch.equal(bags.cached_ids(0).sort().values, cached_ids):
-            raise Wrong("the cache does not store the ids that were looked up most")
+            raise WrongResult("the cache does not store the ids that were looked up most")
         return bags, num_cached
 
     def _draw_batch(

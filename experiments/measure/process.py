@@ -2,7 +2,7 @@
 
 A fork server that has torch loaded starts a child in about 0.1 s. Children share no allocator
 state, threads or CUDA context. If a child crashes, is killed or raises an error, `Child.receive`
-raises `Died` in the parent, which may start another child for the rest of the work.
+raises `ChildDied` in the parent, which may start another child for the rest of the work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Limits:
     memory_bytes: int | None = None
 
 
-class Died(Exception):
+class ChildDied(Exception):
     """A child raised an exception, died or was ended.
 
     Attributes:
@@ -59,7 +59,7 @@ class Died(Exception):
 
 
 @dataclass(frozen=True)
-class _Raised:
+class _ChildError:
     """The message by which a child reports an exception."""
 
     text: str
@@ -99,7 +99,7 @@ class Child:
         child_end.close()
 
     def send(self, message: Any) -> None:
-        """Send a picklable message to the child; raise Died if the child has ended."""
+        """Send a picklable message to the child; raise ChildDied if the child has ended."""
         try:
             self._pipe.send(message)
         except OSError:
@@ -120,7 +120,8 @@ class Child:
             watch: function that is called with the child's note about every POLL_SECONDS.
 
         Raises:
-            Died: the child ended without a message, exceeded the time limit, or raised an error.
+            ChildDied: the child ended without a message, exceeded the time limit, or raised an
+                error.
         """
         last_note = self.note
         is_loading = not (last_note or self._has_received)
@@ -135,7 +136,7 @@ class Child:
             if time.monotonic() >= deadline:
                 self.kill()
                 activity = f" while {last_note.rpartition('|')[2]}" if last_note else ""
-                raise Died("timeout", f"no sign of life for {limit_s:g} s{activity}")
+                raise ChildDied("timeout", f"no sign of life for {limit_s:g} s{activity}")
             if not self.process.is_alive() and not self._pipe.poll(0):
                 raise self._describe_death()
         try:
@@ -143,29 +144,29 @@ class Child:
         except (EOFError, OSError):
             raise self._describe_death() from None
         self._has_received = True
-        if isinstance(message, _Raised):
+        if isinstance(message, _ChildError):
             status = "oom" if message.out_of_memory else "error"
-            raise Died(status, message.text, answered=True)
+            raise ChildDied(status, message.text, answered=True)
         return message
 
-    def _describe_death(self) -> Died:
+    def _describe_death(self) -> ChildDied:
         self.process.join(END_SECONDS)
         exit_code = self.process.exitcode
         if exit_code is None:
             self.kill()
-            return Died("error", "the process closed its pipe and went on")
+            return ChildDied("error", "the process closed its pipe and went on")
         if exit_code >= 0:
-            return Died("error", f"the process ended with status {exit_code} and no answer")
+            return ChildDied("error", f"the process ended with status {exit_code} and no answer")
         name = (
             signal.Signals(-exit_code).name
             if -exit_code in set(signal.Signals)
             else f"signal {-exit_code}"
         )
         if -exit_code == signal.SIGKILL:  # sent by the kernel when memory runs out
-            return Died(
+            return ChildDied(
                 "oom", "the process was killed from outside (SIGKILL), as by a lack of memory"
             )
-        return Died("error", f"the process crashed ({name})")
+        return ChildDied("error", f"the process crashed ({name})")
 
     def kill(self) -> None:
         """Kill the child, and wait for its end; do nothing if it has ended."""
@@ -223,7 +224,7 @@ def _child_main(
     except (BrokenPipeError, EOFError):
         pass  # the parent has ended or closed the pipe
     except BaseException as error:
-        pipe.send(_Raised(describe_error(error), is_out_of_memory(error)))
+        pipe.send(_ChildError(describe_error(error), is_out_of_memory(error)))
         if not isinstance(error, Exception):
             raise
     finally:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from experiments.config.sweep import PLAIN, Arm, Cell
-from experiments.contenders.registry import Missing
+from experiments.contenders.registry import MissingLibrary
 from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
-from experiments.quality.data import Clicks, DataSource, Unreadable, load
+from experiments.quality.data import Clicks, DataSource, UnreadableData, load
 from experiments.quality.methods import FLOAT_BYTES, StoredTables
 from experiments.quality.training import (
     Model,
@@ -40,7 +40,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     try:
         session.note("|reading the samples")
         data = load(_data_source(cell, session)).to(session.device)
-    except (Missing, Unreadable) as error:
+    except (MissingLibrary, UnreadableData) as error:
         for outcome in outcomes.values():
             outcome.fail(error)
         return [make_record(cell, outcome, session) for outcome in outcomes.values()]
@@ -56,7 +56,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
         time.perf_counter_ns,
     )
     for arm, samples in zip(trained_models, step_times, strict=True):
-        outcomes[arm].measured.samples = {"step": samples}
+        outcomes[arm].race_result.samples = {"step": samples}
     data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
         make_record(cell, outcomes[arm], session)

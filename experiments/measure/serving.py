@@ -28,7 +28,7 @@ from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.base import fill_, pool_rows
-from experiments.contenders.registry import Wrong, build
+from experiments.contenders.registry import WrongResult, build
 from experiments.contenders.served import ServedTables
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, build_arms, make_record, pool_entries
@@ -129,7 +129,7 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     records = []
     for arm in cell.arms:
         outcome = outcomes[arm.key]
-        outcome.measured.conclude(telemetry.flags(), telemetry.summary())
+        outcome.race_result.conclude(telemetry.flags(), telemetry.summary())
         record: Record = {"points": [], "cold_start": {}}
         if outcome.status == "ok":
             session.note(f"{arm.key}|starting from its file")
@@ -168,7 +168,7 @@ def verify_served(served: ServedTables, weights: Sequence[Tensor], batch: Batch)
     because scale and offset are rounded to 16 bits.
 
     Raises:
-        Wrong: a shape differs, or an error is larger than the format explains.
+        WrongResult: a shape differs, or an error is larger than the format explains.
     """
     output, column = served.lookup(served.prepare(batch)).float(), 0
     for table_index, rows in enumerate(weights):
@@ -183,13 +183,13 @@ def verify_served(served: ServedTables, weights: Sequence[Tensor], batch: Batch)
             step_sizes = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
             tolerances = tolerances + MAX_STEPS_OFF * step_sizes
         if served_rows.shape != expected_rows.shape:
-            raise Wrong(
+            raise WrongResult(
                 f"lookup: table {table_index} has rows of shape {tuple(served_rows.shape)}, "
                 f"the reference has {tuple(expected_rows.shape)}"
             )
         error, max_errors = (served_rows - expected_rows).abs(), pool_rows(tolerances, ids, offsets)
         if not (error <= max_errors).all():
-            raise Wrong(
+            raise WrongResult(
                 f"lookup: table {table_index} differs from float32 rows by up to "
                 f"{float(error.max()):.3g}, allowed is {float(max_errors.max()):.3g}"
             )
@@ -246,8 +246,8 @@ def _serve(
                 with outcomes[key].catching():
                     by_kind[clients, load].send(threads, block_s, rng, by_kind[clients, CLOSED])
     for key, by_kind in points.items():
-        outcomes[key].measured.stop_reason = "budget"
-        outcomes[key].measured.samples = {
+        outcomes[key].race_result.stop_reason = "budget"
+        outcomes[key].race_result.samples = {
             phase_of(clients): [
                 (number, 1 / block.per_second)
                 for number, block in enumerate(by_kind[clients, CLOSED].blocks)

@@ -52,7 +52,7 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
     with outcome.catching():
         nodes = ranks_of(session.device).nodes
         record = {"calibration": json.loads(calibrate_ranks(session).to_json()), "nodes": nodes}
-        outcome.measured.stop_reason = "calibrated"
+        outcome.race_result.stop_reason = "calibrated"
     session.sync.share_failures({cell.arms[0].key: outcome})
     return [make_record(cell, outcome, session) | record]
 

@@ -134,10 +134,10 @@ def race_modes(
             note=session.note,
             **hooks,
         )
-        for key, measured in (race.run() if ready_phases else {}).items():
-            outcomes_in_mode[key].measured = measured
-            if measured.error:
-                outcomes_in_mode[key].fail(measured.error)
+        for key, race_result in (race.run() if ready_phases else {}).items():
+            outcomes_in_mode[key].race_result = race_result
+            if race_result.error:
+                outcomes_in_mode[key].fail(race_result.error)
         yield outcomes_in_mode
 
 
@@ -227,6 +227,6 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
         dim_factors=tuple(cell.tt.dim_factors),
         shrunk=cell.rows_scale < 1.0,
         cache=arm.cache,
-        new_keys=registry.facts_of(arm.contender).new_keys,
+        new_keys=registry.entry_of(arm.contender).new_keys,
         directory=cell.cache.directory,
     )

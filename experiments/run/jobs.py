@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments import kinds
 from experiments.config.schema import AXES, Config, Rerun
 from experiments.config.sweep import SWEEP, Cell
-from experiments.kinds.base import Effort
+from experiments.kinds.base import Repetition
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
@@ -51,18 +51,18 @@ class Job:
 
 
 def num_replicates(cell: Cell, config: Config) -> int:
-    """Return the number of processes that measure a cell; 1 for kinds of `Effort.ONCE`."""
-    is_once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
+    """Return the number of processes that measure a cell; 1 for kinds of `Repetition.ONCE`."""
+    is_once = kinds.find(cell.kind).measurement.repetition is Repetition.ONCE
     return 1 if is_once else config.timing.replicates
 
 
 def max_job_seconds(cell: Cell, config: Config) -> float:
     """Return about the longest time of a job in seconds, without the time for building tables.
 
-    The warm-up of a cache may take longer. Kinds of `Effort.TRAINED` have no limit: for them the
-    result means nothing.
+    The warm-up of a cache may take longer. Kinds of `Repetition.TRAINED` have no limit: for them
+    the result means nothing.
     """
-    if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
+    if kinds.find(cell.kind).measurement.repetition is Repetition.ONCE:
         return START_SECONDS
     timing = config.timing
     warmup_s = len(cell.arms) * timing.warmup_seconds

@@ -23,7 +23,7 @@ from experiments.machine import memory
 from experiments.machine.cpu import usable_cores
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
-from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
+from experiments.measure.process import Child, ChildDied, Limits, is_out_of_memory, note
 from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
@@ -156,30 +156,30 @@ class RankClock(Clock):
         except Exception as error:
             reading, clock_error = Reading(0.0, 0.0, 0.0), error
         failure = clock_error or sync.local_failure  # the race has already caught the latter
-        source = NO_FAILURE
+        failure_source = NO_FAILURE
         if failure is not None:
             # A broken GPU may fail a call, which the race catches, and then the clock.
-            source = ARM_FAILURE if failure is sync.local_failure else CLOCK_FAILURE
+            failure_source = ARM_FAILURE if failure is sync.local_failure else CLOCK_FAILURE
         by_rank = sync.peers.gather(
-            [reading.seconds, reading.wall, reading.cost, reading.exposed, source]
+            [reading.seconds, reading.wall_s, reading.cost_s, reading.is_exposed, failure_source]
         )
-        seconds, wall, cost, exposed, source = (
+        seconds, wall_s, cost_s, is_exposed, failure_source = (
             max(values) for values in zip(*by_rank, strict=True)
         )
-        if source:
+        if failure_source:
             shared_error = sync.share(failure)
-            if clock_error or source == CLOCK_FAILURE:
+            if clock_error or failure_source == CLOCK_FAILURE:
                 raise shared_error
             if failure is None:
                 sync.remote_failures[task.key.partition("/")[0]] = shared_error
                 task.call()  # `run_phase` of `phases` raises `shared_error`; the race catches it
-        return Reading(seconds, wall, cost, bool(exposed))
+        return Reading(seconds, wall_s, cost_s, bool(is_exposed))
 
-    def adapt(self, phase: Phase, pool: int) -> Phase:
+    def adapt(self, phase: Phase, num_batches: int) -> Phase:
         """Adapt the phase by the wrapped clock. A collective: it raises if any rank fails."""
         adapted, error = phase, None
         try:
-            adapted = self.inner.adapt(phase, pool)
+            adapted = self.inner.adapt(phase, num_batches)
         except Exception as clock_error:
             error = clock_error
         self.sync.local_failure = None
@@ -322,8 +322,8 @@ class RankProcesses:
         """Return the records of rank 0, once all ranks are done; `watch` is called with its notes.
 
         Raises:
-            Died: a rank died or failed, and all ranks were killed. `note` is then that rank's note,
-                because ranks may measure different arms. `answered` is False.
+            ChildDied: a rank died or failed, and all ranks were killed. `note` is then that rank's
+                note, because ranks may measure different arms. `answered` is False.
         """
         failed_ranks: list[int] = []  # ranks in the order in which they failed
         with ThreadPoolExecutor(len(self.children)) as pool:
@@ -346,13 +346,15 @@ class RankProcesses:
         deaths = {rank: answers[rank].exception() for rank in failed_ranks}
         # A process that died without a message is more likely the cause than one that raised.
         dead_ranks = [
-            rank for rank, death in deaths.items() if isinstance(death, Died) and not death.answered
+            rank
+            for rank, death in deaths.items()
+            if isinstance(death, ChildDied) and not death.answered
         ]
         rank = (dead_ranks or failed_ranks)[0]
         self.note = self.children[rank].note
         death = deaths[rank]
-        status = death.status if isinstance(death, Died) else "error"
-        raise Died(status, f"rank {rank}: {death}") from death
+        status = death.status if isinstance(death, ChildDied) else "error"
+        raise ChildDied(status, f"rank {rank}: {death}") from death
 
     def _kill(self) -> None:
         for child in self.children:

@@ -24,7 +24,7 @@ from experiments import kinds
 from experiments.config.schema import AXES, Config, Mode, UsageError, device_kind
 from experiments.config.sweep import SWEEP, Cell, axes_of
 from experiments.contenders import registry
-from experiments.kinds.base import Effort, Ranks, load
+from experiments.kinds.base import Ranks, Repetition, load
 from experiments.machine import memory
 from experiments.machine.flags import explain
 from experiments.measure.session import Session
@@ -390,7 +390,7 @@ def num_dense_arms(cell: Cell) -> int:
     """Return the number of contenders of the cell that store its tables uncompressed."""
     if not kinds.find(cell.kind).measurement.makes_tables:
         return 0
-    return sum(registry.facts_of(arm.contender).dense for arm in cell.arms)
+    return sum(registry.entry_of(arm.contender).dense for arm in cell.arms)
 
 
 def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
@@ -430,7 +430,7 @@ def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> i
             if fitted_cell.rows_scale < 1:
                 size += f" ({100 * fitted_cell.rows_scale:.3g} % of the rows)"
         seconds = max_process_seconds(fitted_cell, config) * num_replicates(cell, config)
-        has_limit = kind.measurement.effort is not Effort.TRAINED
+        has_limit = kind.measurement.repetition is not Repetition.TRAINED
         total_s += seconds if has_limit else 0.0
         num_unlimited += not has_limit
         table.add_row(

@@ -21,7 +21,7 @@ from experiments.config.schema import Config, UsageError
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.measure.outcome import Outcome, make_record
-from experiments.measure.process import Child, Died, Limits, note
+from experiments.measure.process import Child, ChildDied, Limits, note
 from experiments.measure.session import MeasureRequest, Session
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
@@ -69,7 +69,7 @@ def measure_job(
             try:
                 records = child.receive(watch)
                 break
-            except Died as death:
+            except ChildDied as death:
                 noted_arm = _noted_arm(cell, child.note)
                 failed_arms = cell.arms if noted_arm is None else (noted_arm,)
                 for failed_arm in failed_arms:
@@ -104,7 +104,7 @@ def _noted_arm(cell: Cell, last_note: str) -> Arm | None:
     return arms[0] if arms else cell.arms[0] if len(cell.arms) == 1 else None
 
 
-def _failure_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
+def _failure_records(cell: Cell, arm: Arm, death: ChildDied, session: Session) -> list[Record]:
     """Return the records of an arm whose process died, one per mode and without samples."""
     modes = kinds.find(cell.kind).measurement.modes or session.config.timing.modes
     outcomes = [Outcome(arm, mode) for mode in modes]
@@ -124,7 +124,7 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
     with Child("experiments.run.worker:send_survey", (config, device, list(words))) as child:
         try:
             facts: dict[str, Any] = child.receive()
-        except Died as death:
+        except ChildDied as death:
             raise UsageError(
                 f"this machine could not be examined: {death}; `python run.py doctor` checks it"
             ) from death

@@ -25,8 +25,8 @@ class TimedCall(ABC):
     repeats: int = 1
 
     @abstractmethod
-    def prepare(self, number: int) -> Any:
-        """Return the arguments of the call on batch `number`.
+    def prepare(self, batch_number: int) -> Any:
+        """Return the arguments of the call on batch `batch_number`.
 
         Undo what the previous call has changed, if the next call needs the former state.
         """
@@ -35,9 +35,9 @@ class TimedCall(ABC):
     def call(self, arguments: Any) -> object:
         """Make the timed call with the arguments that `prepare` returned; the result is ignored."""
 
-    def __call__(self, number: int) -> object:
+    def __call__(self, batch_number: int) -> object:
         """Prepare and make one call, as the other clocks time it."""
-        return self.call(self.prepare(number))
+        return self.call(self.prepare(batch_number))
 
 
 class CallClock(Clock):
@@ -69,20 +69,20 @@ class CallClock(Clock):
         self.flush = ColdClock().flush if mode is Mode.cold else lambda: None
         self.call_ns = 0.0
 
-    def adapt(self, phase: Phase, pool: int) -> Phase:
+    def adapt(self, phase: Phase, num_batches: int) -> Phase:
         """Return the phase with its calls timed; raise TypeError if `phase` is not a TimedCall."""
         if not isinstance(phase, TimedCall):
             raise TypeError(f"CallClock times TimedCalls, got {type(phase).__name__}")
 
-        def run(number: int) -> None:
-            arguments = phase.prepare(number)
+        def run(batch_number: int) -> None:
+            arguments = phase.prepare(batch_number)
             self.flush()
             self._synchronise()
-            start = self.now()
+            start_ns = self.now()
             for _ in range(phase.repeats):
                 phase.call(arguments)
             self._synchronise()
-            self.call_ns += (self.now() - start) / phase.repeats
+            self.call_ns += (self.now() - start_ns) / phase.repeats
 
         return run
 
@@ -90,10 +90,10 @@ class CallClock(Clock):
         """Take the samples in order; the cost of each includes its preparation."""
         readings = []
         for task in tasks:
-            start, self.call_ns = self.now(), 0.0
+            start_ns, self.call_ns = self.now(), 0.0
             task.call()
             seconds = self.call_ns / 1e9
-            readings.append(Reading(seconds, seconds, (self.now() - start) / 1e9))
+            readings.append(Reading(seconds, seconds, (self.now() - start_ns) / 1e9))
         return readings
 
     def _synchronise(self) -> None:

@@ -37,21 +37,21 @@ class Launch(NamedTuple):
     Attributes:
         start: CUDA event before the call.
         end: CUDA event after the call.
-        wall: seconds that the call took on the host.
-        exposed: whether the GPU reached `start` before the call had launched all its work.
+        wall_s: seconds that the call took on the host.
+        is_exposed: whether the GPU reached `start` before the call had launched all its work.
     """
 
     start: Any
     end: Any
-    wall: float
-    exposed: bool
+    wall_s: float
+    is_exposed: bool
 
 
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
     """Return the clock of a device, "cpu" or "cuda", in a mode.
 
     hot: caches are as the last sample left them. On a GPU the call is launched behind a spin, so
-    that the GPU does not wait for the host; `Reading.exposed` tells whether it waited.
+    that the GPU does not wait for the host; `Reading.is_exposed` tells whether it waited.
     cold: as hot, but the last-level cache is emptied before each sample. In a sample of several
     short calls only the first call is cold.
     graph: one CUDA graph per batch is replayed; not on a CPU.
@@ -90,20 +90,20 @@ class SampleTask:
 
 @dataclass(frozen=True)
 class Reading:
-    """The times of a sample, in seconds.
+    """The times of a sample.
 
     Attributes:
-        seconds: time of the call: the sample.
-        wall: time that the call took on the host; a GPU may have worked longer.
-        cost: time of taking the sample, with its preparation.
-        exposed: whether the GPU waited for the host, so that `seconds` includes launches. False in
-            mode wall, in which `seconds` always includes them.
+        seconds: seconds of the call: the sample.
+        wall_s: seconds that the call took on the host; a GPU may have worked longer.
+        cost_s: seconds of taking the sample, with its preparation.
+        is_exposed: whether the GPU waited for the host, so that `seconds` includes launches. False
+            in mode wall, in which `seconds` always includes them.
     """
 
     seconds: float
-    wall: float
-    cost: float
-    exposed: bool = False
+    wall_s: float
+    cost_s: float
+    is_exposed: bool = False
 
 
 class Clock:
@@ -137,8 +137,8 @@ class Clock:
         seconds = (self.time(task.call) for task in tasks)
         return [Reading(call_s, call_s, call_s) for call_s in seconds]
 
-    def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return the phase in the form that `read` times, for the batches 0 to pool - 1."""
+    def adapt(self, phase: Phase, num_batches: int) -> Phase:
+        """Return the phase in the form that `read` times, for the batches 0 to num_batches - 1."""
         return phase
 
 
@@ -167,13 +167,13 @@ class ColdClock(Clock):
         """Take the samples in order; the cost of each includes emptying the caches."""
         readings = []
         for task in tasks:
-            call, begin = task.call, self.now()
+            call, request_ns = task.call, self.now()
             self.flush()
-            start = self.now()
+            start_ns = self.now()
             call()
-            end = self.now()
-            seconds = (end - start) / 1e9
-            readings.append(Reading(seconds, seconds, (end - begin) / 1e9))
+            end_ns = self.now()
+            seconds = (end_ns - start_ns) / 1e9
+            readings.append(Reading(seconds, seconds, (end_ns - request_ns) / 1e9))
         return readings
 
 
@@ -202,25 +202,25 @@ class CudaClock(Clock):
         if self.mode is Mode.wall:
             return [self._read_alone(task) for task in tasks]
         readings: list[Reading] = []
-        launched: list[Launch] = []
+        launches: list[Launch] = []
         chunk_start = self.gpu.now()
         for task in tasks:
-            launched.append(self._launch(task))
-            if len(launched) == SAMPLES_PER_CHUNK:
-                readings += self._collect(launched, chunk_start)
-                launched, chunk_start = [], self.gpu.now()
-        return readings + self._collect(launched, chunk_start)
+            launches.append(self._launch(task))
+            if len(launches) == SAMPLES_PER_CHUNK:
+                readings += self._collect(launches, chunk_start)
+                launches, chunk_start = [], self.gpu.now()
+        return readings + self._collect(launches, chunk_start)
 
     def _read_alone(self, task: SampleTask) -> Reading:
         """Time a call by the host's clock, from an idle GPU until the GPU is idle again."""
-        begin = self.gpu.now()
+        request_s = self.gpu.now()
         self.gpu.synchronise()
-        start = self.gpu.now()
+        start_s = self.gpu.now()
         task.call()
-        returned = self.gpu.now()
+        return_s = self.gpu.now()
         self.gpu.synchronise()
-        end = self.gpu.now()
-        return Reading(end - start, returned - start, end - begin)
+        end_s = self.gpu.now()
+        return Reading(end_s - start_s, return_s - start_s, end_s - request_s)
 
     def _launch(self, task: SampleTask) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
@@ -230,30 +230,30 @@ class CudaClock(Clock):
         if spin_s:
             gpu.spin(int(spin_s * self.cycles_per_second()))
         start = gpu.record_event()
-        call_start = gpu.now()
+        call_start_s = gpu.now()
         task.call()
-        wall = gpu.now() - call_start
+        wall_s = gpu.now() - call_start_s
         end = gpu.record_event()
         gpu_was_idle = gpu.has_reached(start)
         if spin_s and not gpu_was_idle:
             self.vain_spins[task.key] = 0
         elif spin_s:  # spin longer, or never again before a call that itself waits for the GPU
             self.vain_spins[task.key] += 1
-            longer_spin_s = min(MAX_SPIN_SECONDS, max(2 * spin_s, SPIN_PER_LAUNCH * wall))
+            longer_spin_s = min(MAX_SPIN_SECONDS, max(2 * spin_s, SPIN_PER_LAUNCH * wall_s))
             self.next_spin_s[task.key] = (
                 0.0 if self.vain_spins[task.key] >= MAX_VAIN_SPINS else longer_spin_s
             )
-        return Launch(start, end, wall, gpu_was_idle)
+        return Launch(start, end, wall_s, gpu_was_idle)
 
-    def _collect(self, launched: list[Launch], chunk_start: float) -> list[Reading]:
-        if not launched:
+    def _collect(self, launches: list[Launch], chunk_start: float) -> list[Reading]:
+        if not launches:
             return []
         self.gpu.synchronise()
-        seconds = [self.gpu.seconds_between(sample.start, sample.end) for sample in launched]
-        extra_cost_s = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
+        seconds = [self.gpu.seconds_between(launch.start, launch.end) for launch in launches]
+        extra_cost_s = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launches)
         return [
-            Reading(sample_s, sample.wall, sample_s + extra_cost_s, sample.exposed)
-            for sample_s, sample in zip(seconds, launched, strict=True)
+            Reading(sample_s, launch.wall_s, sample_s + extra_cost_s, launch.is_exposed)
+            for sample_s, launch in zip(seconds, launches, strict=True)
         ]
 
     def cycles_per_second(self) -> float:
@@ -267,7 +267,7 @@ class CudaClock(Clock):
             self._spin_rate = CALIBRATION_CYCLES / max(1e-9, self.gpu.seconds_between(start, end))
         return self._spin_rate
 
-    def adapt(self, phase: Phase, pool: int) -> Phase:
+    def adapt(self, phase: Phase, num_batches: int) -> Phase:
         """Return the phase; in mode graph, capture one graph per batch and return their replay.
 
         Raises:
@@ -277,7 +277,7 @@ class CudaClock(Clock):
         if self.mode is not Mode.graph:
             return phase
         try:
-            graphs = [self.gpu.capture(partial(phase, number)) for number in range(pool)]
+            graphs = [self.gpu.capture(partial(phase, number)) for number in range(num_batches)]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

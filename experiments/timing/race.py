@@ -39,7 +39,7 @@ class Race:
     An exception of a contender's phase, or of a function about it, makes only this contender fail.
 
     Attributes:
-        arms: phases of each contender by the arm's key, {arm: {phase: call}}.
+        phases_by_arm: phases of each contender by the arm's key, {arm: {phase: call}}.
         timing: amount of measuring; `cell_seconds` is the budget of the race without warm-up.
         clock: clock that takes the samples.
         seed: seed of the order of samples.
@@ -53,7 +53,7 @@ class Race:
         throttled_rounds: rounds that count although the machine was throttled in them.
     """
 
-    arms: Mapping[str, Mapping[str, Phase]]
+    phases_by_arm: Mapping[str, Mapping[str, Phase]]
     timing: TimingConfig
     clock: Clock
     seed: int = 0
@@ -62,31 +62,31 @@ class Race:
     telemetry: Telemetry = field(default_factory=Telemetry)
     note: Callable[[str], object] = lambda text: None
     sleep: Callable[[float], object] = time.sleep
-    results: dict[str, Measured] = field(default_factory=dict)
+    results: dict[str, RaceResult] = field(default_factory=dict)
     spent_s: dict[str, float] = field(default_factory=dict)
     throttled_rounds: list[int] = field(default_factory=list)
     # Phases as `Clock.adapt` returned them.
     _adapted_phases: dict[str, dict[str, Phase]] = field(default_factory=dict)
 
-    def run(self) -> dict[str, Measured]:
+    def run(self) -> dict[str, RaceResult]:
         """Warm up, run up to timing.max_rounds rounds, return `results`.
 
         Rounds end earlier once each contender has a reason to stop. A contender that failed has
         `error`, and the samples before it. Python's garbage collection is off during the race.
         Call it once.
         """
-        for arm, phases in self.arms.items():
-            self.results[arm] = Measured({phase: [] for phase in phases})
+        for arm, phases in self.phases_by_arm.items():
+            self.results[arm] = RaceResult({phase: [] for phase in phases})
             self._adapted_phases[arm] = dict(phases)
         rng = random.Random(self.seed)
         with _no_garbage_collection():
-            for arm in rng.sample(sorted(self.arms), len(self.arms)):
+            for arm in rng.sample(sorted(self.phases_by_arm), len(self.phases_by_arm)):
                 self._guard(arm, partial(self._warm_up, arm))
                 self._guard(arm, partial(self.after_warmup, arm))
-            self.spent_s = dict.fromkeys(self.arms, 0.0)
+            self.spent_s = dict.fromkeys(self.phases_by_arm, 0.0)
             with self.telemetry:
-                for number in range(self.timing.max_rounds):
-                    self._run_round(number, rng)
+                for round_number in range(self.timing.max_rounds):
+                    self._run_round(round_number, rng)
                     if all(result.stop_reason for result in self.results.values()):
                         break
         hardware, flags = self.telemetry.summary(), self.telemetry.flags()
@@ -116,43 +116,45 @@ class Race:
         """
         timing, phases, result = self.timing, self._adapted_phases[arm], self.results[arm]
         self.note(f"{arm}|warming up")
-        for phase, run in phases.items():
-            phases[phase] = self.clock.adapt(run, timing.pool)
+        for phase, call in phases.items():
+            phases[phase] = self.clock.adapt(call, timing.pool)
         counters = partial(self.counters, arm)
-        max_s = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
+        max_s = min(timing.warmup_cap, timing.cell_seconds / len(self.phases_by_arm))
         # The times of a contender change until its cache is full.
         if counters() and not timing.max_rows:
             max_s = max(max_s, timing.cell_seconds)
-        warm = warm_up(phases, self.clock, timing, key=arm, max_seconds=max_s, counters=counters)
-        result.warm = warm
-        if timing.warmup and (not warm.passes or warm.is_filling):
+        warm_up_result = warm_up(
+            phases, self.clock, timing, key=arm, max_seconds=max_s, counters=counters
+        )
+        result.warm_up_result = warm_up_result
+        if timing.warmup and (not warm_up_result.passes or warm_up_result.is_filling):
             result.flags.add("not_warm")
         min_sample_s = self.clock.min_sample_seconds  # several shorter calls form one sample
         for phase in phases:
-            seconds = warm.median_s.get(phase, math.inf)
+            seconds = warm_up_result.median_s.get(phase, math.inf)
             num_calls = math.ceil(min_sample_s / seconds) if 0 < seconds < min_sample_s else 1
             result.executions[phase] = min(MAX_EXECUTIONS, num_calls)
 
-    def _run_round(self, number: int, rng: random.Random) -> None:
+    def _run_round(self, round_number: int, rng: random.Random) -> None:
         """Take two samples of every phase of every contender that has not stopped.
 
         The second samples are taken in reverse order, so that a drift affects all phases alike.
         """
         running_arms = [arm for arm, result in self.results.items() if not result.stop_reason]
-        turns = [(arm, phase) for arm in running_arms for phase in self.arms[arm]]
+        turns = [(arm, phase) for arm in running_arms for phase in self.phases_by_arm[arm]]
         rng.shuffle(turns)
         order = [
-            Turn(arm, phase, number, 2 * number + half)
+            Turn(arm, phase, round_number, 2 * round_number + half)
             for half, turns_of_half in enumerate((turns, turns[::-1]))
             for arm, phase in turns_of_half
         ]
-        for turn, reading in self._take_undisturbed(number, order):
-            self.results[turn.arm].add(turn.phase, number, reading)
+        for turn, reading in self._take_undisturbed(round_number, order):
+            self.results[turn.arm].add(turn.phase, round_number, reading)
         for arm in running_arms:
             self.results[arm].end_round()
-        self._set_stop_reasons(number + 1)
+        self._set_stop_reasons(round_number + 1)
 
-    def _take_undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
+    def _take_undisturbed(self, round_number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take the samples of a round; repeat them up to MAX_RETRIES times if it was throttled.
 
         If it is throttled each time, its last samples count, `throttled_rounds` names the round,
@@ -165,9 +167,9 @@ class Race:
             if attempt == MAX_RETRIES or self.throttled_rounds:
                 break
             for turn, reading in samples:
-                self.results[turn.arm].add_throttled(turn.phase, number, reading)
+                self.results[turn.arm].add_throttled(turn.phase, round_number, reading)
             self.sleep(BACK_OFF_SECONDS * BACK_OFF_GROWTH**attempt)
-        self.throttled_rounds.append(number)
+        self.throttled_rounds.append(round_number)
         return samples
 
     def _take_samples(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
@@ -188,7 +190,7 @@ class Race:
             for turn in order:
                 if not self.results[turn.arm].error:
                     requested.append(turn)
-                    self.note(f"{turn.arm}|timing, round {turn.round + 1}")
+                    self.note(f"{turn.arm}|timing, round {turn.round_number + 1}")
                     index = len(requested) - 1
                     yield SampleTask(partial(call, turn, index), f"{turn.arm}/{turn.phase}")
 
@@ -200,7 +202,7 @@ class Race:
             return []
         samples = list(zip(requested, readings, strict=True))
         for turn, reading in samples:
-            self.spent_s[turn.arm] += reading.cost
+            self.spent_s[turn.arm] += reading.cost_s
         return [sample for index, sample in enumerate(samples) if index in finished]
 
     def _run_turn(self, turn: Turn) -> None:
@@ -208,27 +210,27 @@ class Race:
         # The phases of a round use different batches: else a phase would find its rows in a cache
         # after the phase before it.
         batch_shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
-        run = phases[turn.phase]
+        call = phases[turn.phase]
         for call_index in range(self.results[turn.arm].executions.get(turn.phase, 1)):
-            run((turn.batch + batch_shift + call_index) % self.timing.pool)
+            call((turn.batch + batch_shift + call_index) % self.timing.pool)
 
-    def _set_stop_reasons(self, rounds: int) -> None:
-        """Set the stop reasons after `rounds` rounds.
+    def _set_stop_reasons(self, num_rounds: int) -> None:
+        """Set the stop reasons after `num_rounds` rounds.
 
         "budget": all running contenders together have used up the budget, or one has used half of
         it alone. Before timing.min_rounds a contender stops only if it has used twice the budget
         and has SLOW_MIN_ROUNDS. "precise" and "stabilised" are set once every running contender is
         one of these, because contenders are compared over common rounds.
         """
-        timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
+        timing, has_min_rounds = self.timing, num_rounds >= self.timing.min_rounds
         running_arms = {
             arm: result for arm, result in self.results.items() if not result.stop_reason
         }
-        budget = timing.cell_seconds
-        slow_limit = 2 * budget if rounds >= SLOW_MIN_ROUNDS else math.inf
-        max_seconds_of_one = budget / 2 if has_min_rounds else slow_limit
+        budget_s = timing.cell_seconds
+        slow_limit_s = 2 * budget_s if num_rounds >= SLOW_MIN_ROUNDS else math.inf
+        max_seconds_of_one = budget_s / 2 if has_min_rounds else slow_limit_s
         is_budget_used_up = (
-            has_min_rounds and sum(self.spent_s[arm] for arm in running_arms) > budget
+            has_min_rounds and sum(self.spent_s[arm] for arm in running_arms) > budget_s
         )
         for arm in list(running_arms):
             if is_budget_used_up or self.spent_s[arm] > max_seconds_of_one:
@@ -250,12 +252,12 @@ class Turn:
 
     arm: str
     phase: str
-    round: int
+    round_number: int
     batch: int
 
 
 @dataclass
-class Measured:
+class RaceResult:
     """The raw samples of a contender, and further observations of it.
 
     Attributes:
@@ -263,7 +265,7 @@ class Measured:
         stop_reason: "precise", "stabilised", "budget", "max_rounds" or "failed"; "" while running.
             Kinds without a race set words of their own.
         error: exception that ended the contender; None without one.
-        warm: result of the warm-up; None if it failed.
+        warm_up_result: result of the warm-up; None if it failed.
         executions: calls per sample by phase; 1 for a phase without an entry.
         throttled_samples: samples of rounds that were repeated.
         wall_samples: seconds per call on the host, for samples from which they differ.
@@ -276,7 +278,7 @@ class Measured:
     samples: Samples = field(default_factory=dict)
     stop_reason: str = ""
     error: Exception | None = None
-    warm: WarmUpResult | None = None
+    warm_up_result: WarmUpResult | None = None
     executions: dict[str, int] = field(default_factory=dict)
     throttled_samples: Samples = field(default_factory=dict)
     wall_samples: Samples = field(default_factory=dict)
@@ -291,13 +293,14 @@ class Measured:
         The precision is the half-width of the median's 95 % interval ÷ the median; smaller is
         better (`statistics.Summary.precision`).
         """
-        times = {
-            phase: [sample_s for _, sample_s in samples] for phase, samples in self.samples.items()
+        samples_by_phase = {
+            phase: [samples_s for _, samples_s in samples]
+            for phase, samples in self.samples.items()
         }
         return all(
-            sum(sample_s) * self.executions.get(phase, 1) >= seconds
-            and statistics.summarise(sample_s).precision <= target
-            for phase, sample_s in times.items()
+            sum(samples_s) * self.executions.get(phase, 1) >= seconds
+            and statistics.summarise(samples_s).precision <= target
+            for phase, samples_s in samples_by_phase.items()
         )
 
     def is_stabilised(self) -> bool:
@@ -306,18 +309,22 @@ class Measured:
             statistics.has_settled(noise) for noise in self.noise.values()
         )
 
-    def add(self, phase: str, number: int, reading: Reading) -> None:
-        """Add a sample of `phase` in round `number`, as seconds per call."""
+    def add(self, phase: str, round_number: int, reading: Reading) -> None:
+        """Add a sample of `phase` in round `round_number`, as seconds per call."""
         per_call = 1 / self.executions.get(phase, 1)
-        self.samples[phase].append((number, reading.seconds * per_call))
-        if reading.wall != reading.seconds:
-            self.wall_samples.setdefault(phase, []).append((number, reading.wall * per_call))
-        self.num_exposed += reading.exposed
+        self.samples[phase].append((round_number, reading.seconds * per_call))
+        if reading.wall_s != reading.seconds:
+            self.wall_samples.setdefault(phase, []).append(
+                (round_number, reading.wall_s * per_call)
+            )
+        self.num_exposed += reading.is_exposed
 
-    def add_throttled(self, phase: str, number: int, reading: Reading) -> None:
+    def add_throttled(self, phase: str, round_number: int, reading: Reading) -> None:
         """Add a sample of a throttled round, which is repeated, to `throttled_samples`."""
         per_call = 1 / self.executions.get(phase, 1)
-        self.throttled_samples.setdefault(phase, []).append((number, reading.seconds * per_call))
+        self.throttled_samples.setdefault(phase, []).append(
+            (round_number, reading.seconds * per_call)
+        )
 
     def end_round(self) -> None:
         """Append the noise of each phase to `noise`."""
@@ -341,19 +348,19 @@ class Measured:
 
         The others are executions, throttled_samples and wall_samples; not `samples`.
         """
-        facts: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "flags": sorted(self.flags),
-            "warm": self.warm.entries() if self.warm else {},
+            "warm": self.warm_up_result.entries() if self.warm_up_result else {},
             "hardware": self.hardware,
         }
         if any(num_calls > 1 for num_calls in self.executions.values()):
-            facts["executions"] = self.executions
+            entries["executions"] = self.executions
         if self.throttled_samples:
-            facts["throttled_samples"] = self.throttled_samples
+            entries["throttled_samples"] = self.throttled_samples
         if self.wall_samples:
-            facts["wall_samples"] = self.wall_samples
-        return facts
+            entries["wall_samples"] = self.wall_samples
+        return entries
 
 
 @contextmanager

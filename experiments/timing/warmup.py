@@ -42,14 +42,14 @@ class WarmUpResult:
 
     def entries(self) -> dict[str, Any]:
         """Return the entries of a record's `warm`: passes, seconds, steady, hit_rate if known."""
-        facts: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "passes": self.passes,
             "seconds": round(self.seconds, 4),
             "steady": self.is_steady,
         }
         if self.hit_rate is not None:
-            facts["hit_rate"] = round(self.hit_rate, 5)
-        return facts
+            entries["hit_rate"] = round(self.hit_rate, 5)
+        return entries
 
 
 def warm_up(
@@ -77,60 +77,61 @@ def warm_up(
 
     An exception of a phase or of the clock is passed on.
     """
-    warm, max_s = WarmUpResult(), timing.warmup_cap if max_seconds is None else max_seconds
+    result, max_s = WarmUpResult(), timing.warmup_cap if max_seconds is None else max_seconds
     totals = dict(counters())
     while timing.warmup:
         is_complete, seconds, medians_s = _run_pass(
-            phases, clock, timing.pool, key, max_s - warm.seconds
+            phases, clock, timing.pool, key, max_s - result.seconds
         )
-        warm.seconds += seconds
-        previous_medians_s, warm.median_s = warm.median_s, medians_s
+        result.seconds += seconds
+        previous_medians_s, result.median_s = result.median_s, medians_s
         if not is_complete:
-            return warm
-        warm.passes += 1
-        previous_hit_rate, previous_totals, totals = warm.hit_rate, totals, dict(counters())
-        warm.hit_rate = _hit_rate(previous_totals, totals)
-        warm.is_filling = warm.hit_rate is not None and (
+            return result
+        result.passes += 1
+        previous_hit_rate, previous_totals, totals = result.hit_rate, totals, dict(counters())
+        result.hit_rate = _hit_rate(previous_totals, totals)
+        result.is_filling = result.hit_rate is not None and (
             previous_hit_rate is None
-            or abs(warm.hit_rate - previous_hit_rate) >= STEADY_HIT_RATE_CHANGE
+            or abs(result.hit_rate - previous_hit_rate) >= STEADY_HIT_RATE_CHANGE
         )
         is_stable = previous_medians_s.keys() == medians_s.keys() and all(
             abs(medians_s[phase] - previous_medians_s[phase])
             <= STEADY_SHARE * previous_medians_s[phase]
             for phase in medians_s
         )
-        has_minimum = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
-        warm.is_steady = is_stable and has_minimum and not warm.is_filling
-        if warm.is_steady or warm.seconds >= max_s:
-            return warm
-    return warm
+        has_minimum = result.passes >= timing.warmup and result.seconds >= timing.warmup_seconds
+        result.is_steady = is_stable and has_minimum and not result.is_filling
+        if result.is_steady or result.seconds >= max_s:
+            return result
+    return result
 
 
 def _run_pass(
-    phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, max_seconds: float
+    phases: Mapping[str, Phase], clock: Clock, num_batches: int, key: str, max_seconds: float
 ) -> tuple[bool, float, dict[str, float]]:
     """Run every phase on batch 0, then on batch 1, ...; stop once the cost exceeds `max_seconds`.
 
     The first batch always runs. Return whether all batches were run, the cost in seconds, and the
     median seconds of each phase.
     """
-    times_by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
-    cost, number = 0.0, 0
-    for number in range(pool):
+    samples_by_phase: dict[str, list[float]] = {phase: [] for phase in phases}
+    cost_s, batch_number = 0.0, 0
+    for batch_number in range(num_batches):
         tasks = [
-            SampleTask(partial(call, number), f"{key}/{phase}") for phase, call in phases.items()
+            SampleTask(partial(call, batch_number), f"{key}/{phase}")
+            for phase, call in phases.items()
         ]
         for phase, reading in zip(phases, clock.read(tasks), strict=True):
-            times_by_phase[phase].append(reading.seconds)
-            cost += reading.cost
-        if cost > max_seconds:
+            samples_by_phase[phase].append(reading.seconds)
+            cost_s += reading.cost_s
+        if cost_s > max_seconds:
             break
-    medians = {
+    medians_s = {
         phase: statistics.summarise(samples_s).median
-        for phase, samples_s in times_by_phase.items()
+        for phase, samples_s in samples_by_phase.items()
         if samples_s
     }
-    return number + 1 >= pool, cost, medians
+    return batch_number + 1 >= num_batches, cost_s, medians_s
 
 
 def _hit_rate(before: Mapping[str, int], now: Mapping[str, int]) -> float | None:

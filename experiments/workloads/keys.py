@@ -30,19 +30,19 @@ class KeySpace:
     order: Order
     seed: int
 
-    def keys(self, numbers: Ids) -> Tensor:
-        """Return the keys of `numbers`, int64 [keys]; distinct numbers have distinct keys."""
+    def keys(self, key_numbers: Ids) -> Tensor:
+        """Return the keys of `key_numbers`, int64 [keys]; distinct numbers have distinct keys."""
         if self.order is Order.ranked:
-            return torch.from_numpy(numbers.copy())
+            return torch.from_numpy(key_numbers.copy())
         start = np.random.default_rng(self.seed).integers(0, 2**64, dtype=np.uint64)
-        x: NDArray[np.uint64] = numbers.astype(np.uint64) + start
+        mixed: NDArray[np.uint64] = key_numbers.astype(np.uint64) + start
         # SplitMix64 (Steele, Lea, Flood 2014) of a counter.
-        x = x * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-        return torch.from_numpy((x ^ x >> np.uint64(31)).view(np.int64))
+        mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return torch.from_numpy((mixed ^ mixed >> np.uint64(31)).view(np.int64))
 
-    def run(self, first: int, count: int) -> Tensor:
+    def key_range(self, first: int, count: int) -> Tensor:
         """Return the `count` keys of the numbers first, first + 1, ..., int64 [count]."""
         return self.keys(np.arange(first, first + count, dtype=np.int64))
 
@@ -55,22 +55,22 @@ def values_of(keys: Tensor, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Call:
+class KeyCall:
     """The keys int64 [keys] and values float32 [keys, dim] of a call.
 
     Attributes:
         keys: keys in random order.
         values: values of the keys; [keys, 0] if the operation takes none.
-        new: keys of the call that the table never had, also in `keys`.
+        new_keys: keys of the call that the table never had, also in `keys`.
     """
 
     keys: Tensor
     values: Tensor
-    new: Tensor
+    new_keys: Tensor
 
 
-class Calls:
-    """Calls on a table into which the keys numbered 0 to resident - 1 were inserted.
+class KeyCalls:
+    """Calls on a table into which the keys numbered 0 to num_resident - 1 were inserted.
 
     These are the present keys; a full table may have evicted some of them.
 
@@ -80,45 +80,55 @@ class Calls:
     a call are new.
 
     Attributes:
-        resident: number of keys inserted before the first call; absent keys are numbered from it
-            on. A caller that fills the table with another number of keys sets it first.
-        size: keys per call, B × L.
-        num_present: present keys per call, at most the argument `resident` if calls insert.
+        num_resident: number of keys inserted before the first call; absent keys are numbered from
+            it on. A caller that fills the table with another number of keys sets it first.
+        keys_per_call: keys per call, B × L.
+        num_present: present keys per call, at most the argument `num_resident` if calls insert.
         space: numbering of the keys.
     """
 
     def __init__(
-        self, workload: WorkloadConfig, keys: KeysConfig, resident: int, seed: int, *, inserts: bool
+        self,
+        workload: WorkloadConfig,
+        keys: KeysConfig,
+        num_resident: int,
+        seed: int,
+        *,
+        inserts: bool,
     ) -> None:
-        self.workload, self.resident, self.inserts, self.seed = workload, resident, inserts, seed
+        self.workload, self.num_resident = workload, num_resident
+        self.inserts, self.seed = inserts, seed
         self.space = KeySpace(workload.order, seed)
-        self.size = workload.B * workload.L
-        self.num_present = round(keys.hits * self.size)
+        self.keys_per_call = workload.B * workload.L
+        self.num_present = round(keys.hits * self.keys_per_call)
         if inserts:
-            self.num_present = min(self.num_present, resident)
+            self.num_present = min(self.num_present, num_resident)
         self.num_calls = 0
 
     @property
     def hits(self) -> float:
         """Return the share of present keys in a call, which few present keys may limit."""
-        return self.num_present / self.size
+        return self.num_present / self.keys_per_call
 
-    def next(self, dim: int) -> Call:
+    def next(self, dim: int) -> KeyCall:
         """Return the next call, with values of `dim` columns (0: none)."""
         rng = np.random.default_rng([self.seed, self.num_calls])
-        num_new = self.size - self.num_present
-        new = self.space.run(self.resident + self.num_calls * num_new, num_new)
+        num_new = self.keys_per_call - self.num_present
+        new_keys = self.space.key_range(self.num_resident + self.num_calls * num_new, num_new)
         self.num_calls += 1
-        keys = torch.cat([self.space.keys(self._present_numbers(rng)), new])
-        keys = keys[torch.from_numpy(rng.permutation(self.size))]
-        return Call(keys, values_of(keys, dim) if dim else torch.empty(self.size, 0), new)
+        keys = torch.cat([self.space.keys(self._present_numbers(rng)), new_keys])
+        keys = keys[torch.from_numpy(rng.permutation(self.keys_per_call))]
+        values = values_of(keys, dim) if dim else torch.empty(self.keys_per_call, 0)
+        return KeyCall(keys, values, new_keys)
 
     def _present_numbers(self, rng: np.random.Generator) -> Ids:
         if self.inserts:
-            return np.arange(self.resident - self.num_present, self.resident, dtype=np.int64)
+            return np.arange(
+                self.num_resident - self.num_present, self.num_resident, dtype=np.int64
+            )
         if self.workload.distribution is Distribution.zipf and self.workload.s:
             ranks = distributions.zipf_ranks(
-                rng, self.num_present, self.resident, self.workload.s, self.workload.q
+                rng, self.num_present, self.num_resident, self.workload.s, self.workload.q
             )
-            return distributions.permute(ranks, self.resident, self.seed)
-        return rng.integers(0, self.resident, self.num_present, dtype=np.int64)
+            return distributions.permute(ranks, self.num_resident, self.seed)
+        return rng.integers(0, self.num_resident, self.num_present, dtype=np.int64)

@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments import cli, configure, kinds, launch, listing
 from experiments.config.schema import Config
 from experiments.contenders import registry
-from experiments.kinds.base import Effort
+from experiments.kinds.base import Repetition
 from experiments.paths import ROOT
 
 
@@ -44,7 +44,7 @@ def check_every_experiment() -> None:
             expanded = kinds.expand(config)
             assert int(cells) == len(expanded)
             unlimited = all(
-                kinds.find(c.kind).measurement.effort is Effort.TRAINED for c in expanded
+                kinds.find(c.kind).measurement.repetition is Repetition.TRAINED for c in expanded
             )
             assert seconds == "–" if unlimited else float(seconds.split()[0]) > 0
 

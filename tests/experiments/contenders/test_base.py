@@ -16,7 +16,7 @@ from experiments.contenders.base import (
     first_update,
     update_rounding,
 )
-from experiments.contenders.registry import Unsupported, Wrong, build
+from experiments.contenders.registry import Unsupported, WrongResult, build
 from experiments.contenders.tables import BatchedTables
 from experiments.contenders.tt import TTTables
 from experiments.measure.outcome import verify
@@ -162,7 +162,7 @@ class NotFinite(BatchedTables):
     [(Forgetful, "update"), (Careless, "update"), (Shifted, "forward"), (NotFinite, "forward")],
 )
 def test_a_wrong_contender_is_found_out(wrong: type[BatchedTables], what: str) -> None:
-    with pytest.raises(Wrong, match=what):
+    with pytest.raises(WrongResult, match=what):
         verify(wrong(task()), batches()[0])
 
 

@@ -14,7 +14,7 @@ import torch
 from experiments.config.schema import Optimizer, WorkloadConfig
 from experiments.contenders import registry
 from experiments.contenders.base import Task
-from experiments.contenders.registry import Missing
+from experiments.contenders.registry import MissingLibrary
 from experiments.measure.outcome import verify
 from experiments.workloads.workload import TableShape, make_pool
 
@@ -39,7 +39,7 @@ def test_what_is_not_built_is_missing(name: str, monkeypatch: pytest.MonkeyPatch
     entry = registry.find(name)
     monkeypatch.delenv(entry.variable, raising=False)
     assert entry.missing().startswith("not built here: build it as docs/peers.md says")
-    with pytest.raises(Missing, match="not built here"):
+    with pytest.raises(MissingLibrary, match="not built here"):
         entry.load()
     assert "built" not in registry.identity(name)
 
@@ -52,7 +52,7 @@ def test_a_library_that_does_not_load_is_missing(
     for content in (None, b"no library"):
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(Missing, match=r"libhierarchicalkv\.so does not load here"):
+        with pytest.raises(MissingLibrary, match=r"libhierarchicalkv\.so does not load here"):
             registry.find("hierarchicalkv").load()
 
 
@@ -60,7 +60,9 @@ def test_a_library_without_the_functions_is_missing(monkeypatch: pytest.MonkeyPa
     """One that was built before a function was added."""
     path = Path(torch.__file__).parent / "lib" / "libc10.so"
     monkeypatch.setenv("EMBLIB_HIERARCHICALKV", str(path))
-    with pytest.raises(Missing, match=r"does not load here \(.*undefined symbol: hkv_create"):
+    with pytest.raises(
+        MissingLibrary, match=r"does not load here \(.*undefined symbol: hkv_create"
+    ):
         registry.find("hierarchicalkv").load()
 
 

@@ -21,7 +21,7 @@ from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task
 from experiments.contenders.dynamic import DynamicNew
 from experiments.contenders.keys import KeyTable
-from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError, build
+from experiments.contenders.registry import REQUIREMENT, MissingLibrary, RegistryError, build
 from experiments.contenders.served import ServedTables
 from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
@@ -109,8 +109,8 @@ def test_arms_follow_what_the_table_says() -> None:
 
 
 def test_a_contender_of_an_old_run_is_still_called_something() -> None:
-    assert registry.facts_of("gone_since").label == "gone_since"
-    assert registry.facts_of("gone_since").variants == ""
+    assert registry.entry_of("gone_since").label == "gone_since"
+    assert registry.entry_of("gone_since").variants == ""
     with pytest.raises(RegistryError, match="no contender 'gone_since'"):
         registry.find("gone_since")
 
@@ -173,7 +173,7 @@ def test_a_missing_package_is_a_row_with_what_to_type(
     folder: Path, requires: str, install: str, says: str
 ) -> None:
     write(folder, entry(f'requires: {requires}, install: "{install}"'))
-    with pytest.raises(Missing) as error:
+    with pytest.raises(MissingLibrary) as error:
         build("mine", TASK)
     assert str(error.value) == says
     outcome = Outcome(Arm("mine"))
@@ -190,7 +190,8 @@ def test_one_of_two_alternatives_is_enough(folder: Path) -> None:
 def test_a_package_that_does_not_load_is_said_with_the_version_that_does(folder: Path) -> None:
     write(folder, OTHER_PYTEST, top="raise ImportError('undefined symbol')")
     with pytest.raises(
-        Missing, match=rf"pytest {PYTEST} does not load here \(undefined symbol\).*pytest==0.1"
+        MissingLibrary,
+        match=rf"pytest {PYTEST} does not load here \(undefined symbol\).*pytest==0.1",
     ):
         build("mine", TASK)
 

@@ -27,7 +27,7 @@ from experiments.gate.points import (
 )
 from experiments.gate.rules import Evidence, Rules
 from experiments.gate.verdicts import Findings, PointFinding, collect_findings
-from experiments.measure.process import Died
+from experiments.measure.process import ChildDied
 from experiments.results.store import RunStore
 from experiments.timing.statistics import Verdict
 
@@ -66,7 +66,7 @@ class Pretender:
 
     def send(self, message: Any) -> None:
         if message is None and self.traits.get("leaves") is self.side:
-            raise Died("error", "the process crashed (SIGSEGV)")
+            raise ChildDied("error", "the process crashed (SIGSEGV)")
         self.message = message
         self.log.append((self.side, message))
 
@@ -75,13 +75,13 @@ class Pretender:
         match message:
             case Setup():
                 if self.traits.get("stillborn") is self.side:
-                    raise Died("error", "ImportError: no kernels")
+                    raise ChildDied("error", "ImportError: no kernels")
                 return {p.name: bad.get(p.name, BuildResult()) for p in message.points}
             case "warm", _:
                 return self.traits.get("execution", 1e-3)
             case "take_samples", point, batches, _:
                 if self.traits.get("dies") == (self.side, point):
-                    raise Died("oom", "killed")
+                    raise ChildDied("oom", "killed")
                 factor = self.traits.get("ratio", 1.0) if self.side is Side.head else 1.0
                 # Every fourth sample is disturbed ninefold.
                 return [1e-3 * factor * (9 if next(self.count) % 4 == 3 else 1) for _ in batches]

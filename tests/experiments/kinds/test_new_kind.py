@@ -23,7 +23,7 @@ import dataclasses
 import pandas as pd
 
 from experiments.config.schema import Mode
-from experiments.kinds.base import ArmRules, Comparability, Effort, Kind, Measurement, Reporting
+from experiments.kinds.base import ArmRules, Comparability, Repetition, Kind, Measurement, Reporting
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class Locality(Kind):
     name = "locality"
     options = Options
     arms = ArmRules(only_arm="lookups")
-    measurement = Measurement(effort=Effort.ONCE, modes=(Mode.hot,), makes_tables=False)
+    measurement = Measurement(repetition=Repetition.ONCE, modes=(Mode.hot,), makes_tables=False)
     reporting = Reporting(
         comparability=Comparability.MACHINES, success="None: {count} workloads were drawn."
     )

@@ -21,7 +21,7 @@ from experiments import configure
 from experiments.config.schema import Config, TimingConfig, UsageError, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
-from experiments.contenders.registry import Wrong
+from experiments.contenders.registry import WrongResult
 from experiments.contenders.served import Int8
 from experiments.kinds.serving import cold_starts, latencies
 from experiments.measure import serving
@@ -74,7 +74,7 @@ def test_wrong_sums_are_found() -> None:
     changed = weights()
     changed[1][int(BATCH.feature(1)[0][0])] += 0.2
     served.fill(changed)
-    with pytest.raises(Wrong, match="table 1 differs from float32 rows"):
+    with pytest.raises(WrongResult, match="table 1 differs from float32 rows"):
         verify_served(served, weights(), BATCH)
 
 

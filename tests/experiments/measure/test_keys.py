@@ -23,7 +23,7 @@ from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.key_checks import verify_key_table
 from experiments.contenders.keys import KeyTable, KeyTask
-from experiments.contenders.registry import Wrong
+from experiments.contenders.registry import WrongResult
 from experiments.machine import bandwidth
 from experiments.measure import growth, keys
 from experiments.measure.cache import run_keys
@@ -33,7 +33,7 @@ from experiments.timing.call_clock import CallClock, TimedCall
 from experiments.timing.clock import SampleTask, UnsupportedMode
 from experiments.workloads import cache_bounds
 from experiments.workloads.cache_bounds import RowTrace
-from experiments.workloads.keys import Calls, KeySpace, values_of
+from experiments.workloads.keys import KeyCalls, KeySpace, values_of
 
 CPU = torch.device("cpu")
 SPACE = KeySpace(Order.permuted, 3)
@@ -47,7 +47,7 @@ def test_an_arm_whose_calls_cannot_be_prepared_fails_alone(
     operations_of = keys._operations
 
     def operations(cell: Cell, filled: FilledTable, session: Session) -> Any:
-        if filled.table.task.resident == 32:
+        if filled.table.task.num_resident == 32:
             raise MemoryError("no memory for the calls")
         return operations_of(cell, filled, session)
 
@@ -84,7 +84,7 @@ def test_a_table_that_lost_keys_is_not_filled(monkeypatch: pytest.MonkeyPatch) -
 
     def lose_keys(table: KeyTable, space: KeySpace, num_total: int) -> None:
         if type(table) is growing:
-            raise Wrong("after growth 1 keys are not there")
+            raise WrongResult("after growth 1 keys are not there")
         verify(table, space, num_total)
 
     growing = type(registry.build("scored_growing", KeyTask(64, 4, CPU, 48, 1)))
@@ -164,7 +164,7 @@ def task(slots: int = 640, resident: int = 480) -> KeyTask:
 
 def filled(kind: type[KeyTable], resident: int = 480) -> KeyTable:
     table = kind(task(resident=resident))
-    keys = SPACE.run(0, resident)
+    keys = SPACE.key_range(0, resident)
     table.fill(keys, values_of(keys, 4))
     return table
 
@@ -173,7 +173,7 @@ def filled(kind: type[KeyTable], resident: int = 480) -> KeyTable:
 def test_a_table_counts_the_keys_that_it_got_not_those_of_the_plan(name: str) -> None:
     table = registry.build(name, task())
     for first in (0, 100):
-        keys = SPACE.run(first, 100)
+        keys = SPACE.key_range(first, 100)
         table.fill(keys, values_of(keys, 4))
     table.prepare(keys, values_of(keys, 4))
     assert table.size() == 200
@@ -181,7 +181,7 @@ def test_a_table_counts_the_keys_that_it_got_not_those_of_the_plan(name: str) ->
 
 def test_a_key_that_was_filled_twice_counts_once() -> None:
     table = registry.build("sorted_keys", task())
-    keys = SPACE.run(0, 100)
+    keys = SPACE.key_range(0, 100)
     for _ in range(2):
         table.fill(keys, values_of(keys, 4))
     assert table.size() == 100
@@ -192,16 +192,16 @@ def test_a_key_that_was_filled_twice_counts_once() -> None:
 
 @pytest.mark.parametrize("order", Order)
 def test_different_numbers_have_different_keys(order: Order) -> None:
-    keys = KeySpace(order, 5).run(0, 100_000)
+    keys = KeySpace(order, 5).key_range(0, 100_000)
     assert len(keys.unique()) == len(keys)
-    assert torch.equal(KeySpace(order, 5).run(40, 3), keys[40:43])
+    assert torch.equal(KeySpace(order, 5).key_range(40, 3), keys[40:43])
     if order is Order.permuted:
         assert (keys < 0).any()
-        assert not torch.equal(KeySpace(order, 6).run(0, 10), keys[:10])
+        assert not torch.equal(KeySpace(order, 6).key_range(0, 10), keys[:10])
 
 
 def test_values_tell_their_key() -> None:
-    keys = SPACE.run(0, 5000)
+    keys = SPACE.key_range(0, 5000)
     values = values_of(keys, 3)
     assert values.shape == (5000, 3)
     assert len(values[:, 0].unique()) > 4990
@@ -209,26 +209,28 @@ def test_values_tell_their_key() -> None:
 
 
 def test_calls_have_the_share_of_keys_that_are_there_and_new_ones_every_time() -> None:
-    calls = Calls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
-    there = set(calls.space.run(420, 60).tolist())  # the last ones, so that a full table has them
-    every = set(calls.space.run(0, 480).tolist())
+    calls = KeyCalls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
+    there = set(
+        calls.space.key_range(420, 60).tolist()
+    )  # the last ones, so that a full table has them
+    every = set(calls.space.key_range(0, 480).tolist())
     first, second = calls.next(4), calls.next(0)
     for call in (first, second):
         assert len(call.keys) == 100
         assert set(call.keys.tolist()) & every == there
-        assert set(call.keys.tolist()) - every == set(call.new.tolist())
-    assert not set(first.new.tolist()) & set(second.new.tolist())
+        assert set(call.keys.tolist()) - every == set(call.new_keys.tolist())
+    assert not set(first.new_keys.tolist()) & set(second.new_keys.tolist())
     assert first.keys.tolist() != second.keys.tolist()
     assert torch.equal(first.values, values_of(first.keys, 4))
     assert second.values.shape == (100, 0)
 
 
 def test_keys_that_are_only_looked_up_are_drawn_from_all() -> None:
-    reads = Calls(WORK, KeysConfig(hits=1.0), 480, 3, inserts=False)
+    reads = KeyCalls(WORK, KeysConfig(hits=1.0), 480, 3, inserts=False)
     seen = set(torch.cat([reads.next(0).keys for _ in range(50)]).tolist())
-    assert seen == set(reads.space.run(0, 480).tolist())
+    assert seen == set(reads.space.key_range(0, 480).tolist())
     skewed = WorkloadConfig(distribution=Distribution.zipf, s=1.3, B=5000, L=1)
-    keys = Calls(skewed, KeysConfig(hits=1.0), 480, 3, inserts=False).next(0).keys
+    keys = KeyCalls(skewed, KeysConfig(hits=1.0), 480, 3, inserts=False).next(0).keys
     assert keys.unique(return_counts=True)[1].max() > 500
 
 
@@ -255,7 +257,7 @@ def test_only_the_call_is_timed_and_the_rest_is_its_cost() -> None:
     phase = clock.adapt(Slow(now), 4)
     (reading,) = clock.read([SampleTask(lambda: [phase(0), phase(1)])])
     assert reading.seconds == pytest.approx(14e-9)
-    assert reading.cost == pytest.approx(2014e-9)
+    assert reading.cost_s == pytest.approx(2014e-9)
     with pytest.raises(TypeError, match="times TimedCalls, got function"):  # would read as 0 s
         clock.adapt(lambda number: None, 4)
     with pytest.raises(UnsupportedMode, match="no mode graph"):
@@ -264,7 +266,7 @@ def test_only_the_call_is_timed_and_the_rest_is_its_cost() -> None:
 
 def test_what_a_call_added_is_taken_out_before_the_next() -> None:
     table = filled(Plain)
-    calls = Calls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
+    calls = KeyCalls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
     built = FilledTable(table, calls)
     operation = Operation(built, "insert_or_assign", 2)
     for number in range(3):
@@ -287,10 +289,10 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
         pytest.skip(missing)
     # The hash differs per process: in fewer slots, a new key evicts another key now and then.
     table = entry.load()(task(slots=1280))
-    calls = Calls(WORK, KeysConfig(), 480, 3, inserts=True)
+    calls = KeyCalls(WORK, KeysConfig(), 480, 3, inserts=True)
     assert fill(table, calls) == 480
     assert table.size() == 480
-    verify_key_table(table, calls.space, calls.space.run(0, 480))
+    verify_key_table(table, calls.space, calls.space.key_range(0, 480))
     table.reset_after_checks()
     assert table.size() == 480
     assert table.nbytes() >= 480 * 8
@@ -301,16 +303,18 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
 def test_a_full_table_takes_more_keys_than_it_has_slots(name: str, seed: int) -> None:
     torch.manual_seed(seed)  # of the hash: by a few, a bucket is still not full at the end
     table = registry.find(name).load()(task(320, 320))
-    calls = Calls(WORK, KeysConfig(), 320, seed, inserts=True)
+    calls = KeyCalls(WORK, KeysConfig(), 320, seed, inserts=True)
     put = fill(table, calls)
     assert put > 320
     assert table.size() == 320
-    used = table.find_slots((calls.space.run(put - calls.num_present, calls.num_present), None))
+    used = table.find_slots(
+        (calls.space.key_range(put - calls.num_present, calls.num_present), None)
+    )
     assert (used >= 0).all()
 
 
 def test_keys_that_the_checks_evict_are_no_errors() -> None:
-    table, keys = registry.build("scored", task(slots=256)), SPACE.run(0, 1024)
+    table, keys = registry.build("scored", task(slots=256)), SPACE.key_range(0, 1024)
     table.fill(keys, values_of(keys, 4))
     present = keys[table.find_slots((keys, None)) != table.absent]
     assert len(present) == 256
@@ -384,9 +388,9 @@ class Lying(Plain):
     ],
 )
 def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
-    verify_key_table(filled(Plain), SPACE, SPACE.run(0, 480))
-    with pytest.raises(Wrong, match=what):
-        verify_key_table(filled(wrong), SPACE, SPACE.run(0, 480))
+    verify_key_table(filled(Plain), SPACE, SPACE.key_range(0, 480))
+    with pytest.raises(WrongResult, match=what):
+        verify_key_table(filled(wrong), SPACE, SPACE.key_range(0, 480))
 
 
 # Ceilings and ideals

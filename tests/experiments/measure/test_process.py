@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.measure import process
-from experiments.measure.process import Child, Died, Limits
+from experiments.measure.process import Child, ChildDied, Limits
 from experiments.paths import ROOT
 
 CHILDREN = "tests.experiments.children"
@@ -50,7 +50,7 @@ def test_every_child_is_a_fresh_process_that_left_the_gpu_alone() -> None:
     ],
 )
 def test_a_death_has_a_status_and_a_reason(name: str, status: str, reason: str) -> None:
-    with child(name) as one, pytest.raises(Died, match=reason) as death:
+    with child(name) as one, pytest.raises(ChildDied, match=reason) as death:
         one.receive()
     assert death.value.status == status
 
@@ -58,7 +58,7 @@ def test_a_death_has_a_status_and_a_reason(name: str, status: str, reason: str) 
 def test_silence_is_a_timeout_and_ends_the_child() -> None:
     with child("sleep", seconds=0.2) as one:
         assert one.receive() == "asleep"
-        with pytest.raises(Died, match=r"no sign of life for 0.2 s") as death:
+        with pytest.raises(ChildDied, match=r"no sign of life for 0.2 s") as death:
             one.receive()
         assert death.value.status == "timeout"
         assert not one.process.is_alive()
@@ -68,7 +68,7 @@ def test_silence_from_the_start_has_the_time_that_was_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "START_SECONDS", 0.4)
-    with child("silent", seconds=0.2) as one, pytest.raises(Died, match=r"life for 0\.4 s"):
+    with child("silent", seconds=0.2) as one, pytest.raises(ChildDied, match=r"life for 0\.4 s"):
         one.receive()
 
 
@@ -85,7 +85,7 @@ def test_memory_beyond_the_limit_is_an_oom_of_the_child() -> None:
     limit = 256 << 20
     with child("allocate", limit // 2, memory_bytes=limit) as one:
         assert one.receive() == limit // 2
-    with child("allocate", 2 * limit, memory_bytes=limit) as one, pytest.raises(Died) as death:
+    with child("allocate", 2 * limit, memory_bytes=limit) as one, pytest.raises(ChildDied) as death:
         one.receive()
     assert death.value.status == "oom"
 

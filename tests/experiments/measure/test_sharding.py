@@ -19,7 +19,7 @@ from experiments.config.schema import Distribution, Optimizer, Scaling, Workload
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Task
-from experiments.contenders.registry import Unsupported, Wrong, build
+from experiments.contenders.registry import Unsupported, WrongResult, build
 from experiments.contenders.sharded import TableWise
 from experiments.kind_reports import sharding as sharding_report
 from experiments.kind_reports.calibration import interpolate
@@ -268,7 +268,7 @@ def _wrong(ranks: RankGroup) -> str:
     contender.observe = lambda batch: before
     try:
         verify(contender, batches[0])
-    except Wrong as error:
+    except WrongResult as error:
         return str(error)
     return ""
 

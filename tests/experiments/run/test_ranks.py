@@ -18,12 +18,12 @@ from experiments.config.schema import Mode, TimingConfig
 from experiments.config.sweep import Arm
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
-from experiments.measure.process import Died
+from experiments.measure.process import ChildDied
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
 from experiments.run.ranks import FailedElsewhere, Peers, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
-from experiments.timing.race import Measured, Race
+from experiments.timing.race import Race, RaceResult
 from tests.experiments.smoke_host import SmokeHost
 
 RANKS = 3
@@ -113,7 +113,7 @@ def race(
     clock: Clock | None = None,
     telemetry: Telemetry | None = None,
     counters: Callable[[str], Mapping[str, int]] = lambda name: {},
-) -> tuple[dict[str, Measured], Race]:
+) -> tuple[dict[str, RaceResult], Race]:
     """Arms a and b; `broken` takes the place of b's phases."""
     good: dict[str, Phase] = {"forward": lambda n: None, "step": lambda n: None}
     arms = {"a": ranks.phases("a", good), "b": ranks.phases("b", dict(broken or good))}
@@ -143,7 +143,7 @@ def test_a_sample_is_the_slowest_ranks_and_all_ranks_have_it() -> None:
 @pytest.mark.parametrize("call", [1, 3, 9])  # in the warm-up and in the race
 @pytest.mark.parametrize("where", [0, 2])
 def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) -> None:
-    def work(ranks: ProcessSync) -> dict[str, Measured]:
+    def work(ranks: ProcessSync) -> dict[str, RaceResult]:
         calls = 0
 
         def step(number: int) -> None:
@@ -182,7 +182,7 @@ def test_a_lack_of_memory_stays_one_on_the_other_ranks() -> None:
 def test_a_clock_that_fails_takes_all_arms_of_the_round_on_all_ranks() -> None:
     """As after a CUDA error, which shows later than in the call that made it."""
 
-    def work(ranks: ProcessSync) -> dict[str, Measured]:
+    def work(ranks: ProcessSync) -> dict[str, RaceResult]:
         return race(ranks, clock=Scripted(ranks.rank, 30 if ranks.rank == 1 else None))[0]
 
     for results in on_every_rank(work):
@@ -201,7 +201,7 @@ def test_a_clock_that_fails_with_the_call_takes_all_arms_too() -> None:
 
     broken: list[int] = []
 
-    def work(ranks: ProcessSync) -> dict[str, Measured]:
+    def work(ranks: ProcessSync) -> dict[str, RaceResult]:
         calls = 0
 
         def step(number: int) -> None:
@@ -252,7 +252,7 @@ def test_warm_up_ends_on_all_ranks_at_once_although_their_hit_rates_differ() -> 
             hits += 50 if ranks.rank or lookups > 500 else lookups // 10
             return {"lookups": lookups, "lookup_hits": hits}
 
-        warm = race(ranks, counters=counters)[0]["a"].warm
+        warm = race(ranks, counters=counters)[0]["a"].warm_up_result
         assert warm is not None
         return warm.passes
 
@@ -334,7 +334,7 @@ class ScriptedChild:
         self,
         note: str,
         seconds: float,
-        end: Died | list[Any],
+        end: ChildDied | list[Any],
         after: ScriptedChild | None = None,
     ) -> None:
         self.note, self.seconds, self.end, self.after = note, seconds, end, after
@@ -350,8 +350,8 @@ class ScriptedChild:
         if self.after is not None:
             self.after.ended.wait()
         if self.killed.wait(self.seconds):
-            raise Died("error", "the process crashed (SIGKILL)")
-        if isinstance(self.end, Died):
+            raise ChildDied("error", "the process crashed (SIGKILL)")
+        if isinstance(self.end, ChildDied):
             raise self.end
         return self.end
 
@@ -365,12 +365,12 @@ def receive(*children: ScriptedChild) -> tuple[Any, str]:
     processes.children, processes.note = list(children), ""  # type: ignore[arg-type]
     try:
         return processes.receive(), processes.note
-    except Died as death:
+    except ChildDied as death:
         return (death.status, str(death)), processes.note
 
 
-LOST = Died("error", "RuntimeError: Connection closed by peer", answered=True)
-KILLED = Died("oom", "the process was killed from outside (SIGKILL)")
+LOST = ChildDied("error", "RuntimeError: Connection closed by peer", answered=True)
+KILLED = ChildDied("oom", "the process was killed from outside (SIGKILL)")
 
 
 @pytest.mark.parametrize("first", [0.0, 0.2])  # the lost connection is noticed before the death
@@ -387,7 +387,7 @@ def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(
 ) -> None:
     monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 1.0)
     waiting = ScriptedChild("waits", 600.0, [])
-    failed = Died("error", "ValueError: a bad batch", answered=True)
+    failed = ChildDied("error", "ValueError: a bad batch", answered=True)
     fails = ScriptedChild("fails", 0.0, failed)
     found = receive(ScriptedChild("tbe", 0.3, LOST, after=fails), fails, waiting)
     assert found == (("error", "rank 1: ValueError: a bad batch"), "fails")

@@ -58,7 +58,7 @@ def test_a_cold_sample_begins_after_the_caches_were_emptied() -> None:
     clock = ColdClock(lambda: log.append("flush"), lambda: next(ticks))
     (reading,) = clock.read([SampleTask(lambda: log.append("work"))])
     assert log == ["flush", "work"]
-    assert (reading.seconds, reading.cost) == (2.0, 9.0)
+    assert (reading.seconds, reading.cost_s) == (2.0, 9.0)
 
 
 def test_the_flush_is_larger_than_the_cache_and_touches_all_of_it() -> None:
@@ -74,8 +74,8 @@ def test_behind_a_spin_launches_are_outside_the_time() -> None:
     clock = CudaClock(gpu)
     readings = clock.read([kernels(gpu, 8e-6, count=4) for _ in range(10)])
     assert [r.seconds for r in readings] == pytest.approx([8e-6] * 10)
-    assert not any(r.exposed for r in readings)
-    assert [r.wall for r in readings] == pytest.approx([4 * gpu.launch] * 10)
+    assert not any(r.is_exposed for r in readings)
+    assert [r.wall_s for r in readings] == pytest.approx([4 * gpu.launch] * 10)
 
 
 def test_without_a_spin_they_are_inside() -> None:
@@ -91,7 +91,7 @@ def test_a_short_spin_is_seen_and_made_longer() -> None:
     clock = CudaClock(gpu)
     clock.cycles_per_second()
     readings = [clock.read([kernels(gpu, 20e-6, count=5)])[0] for _ in range(3)]
-    assert [r.exposed for r in readings] == [True, False, False]
+    assert [r.is_exposed for r in readings] == [True, False, False]
     assert readings[0].seconds > 25e-6
     assert readings[1].seconds == pytest.approx(20e-6)
     assert clock.next_spin_s == {"a": pytest.approx(300e-6)}
@@ -106,7 +106,7 @@ def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
         gpu.synchronise()
 
     readings = [clock.read([SampleTask(call, "a")])[0] for _ in range(MAX_VAIN_SPINS + 3)]
-    assert all(r.exposed for r in readings)
+    assert all(r.is_exposed for r in readings)
     assert clock.next_spin_s["a"] == 0.0
     # No spin to wait for any more: the launch and the kernel.
     assert readings[-1].seconds == pytest.approx(30e-6 + gpu.launch)
@@ -121,7 +121,7 @@ def test_the_caches_are_emptied_before_each_cold_sample_outside_its_time() -> No
     readings = clock.read([kernels(gpu, 10e-6) for _ in range(3)])
     assert [r.seconds for r in readings] == pytest.approx([10e-6] * 3)
     assert gpu.log == ["flush", "spin"] * 3 + ["synchronise"]
-    assert all(r.cost > gpu.flush_seconds for r in readings)
+    assert all(r.cost_s > gpu.flush_seconds for r in readings)
 
 
 def test_a_chunk_is_waited_for_once() -> None:
@@ -142,8 +142,8 @@ def test_costs_of_a_chunk_are_the_time_it_took() -> None:
     clock.cycles_per_second()
     before = gpu.host
     readings = clock.read([kernels(gpu, 1e-3), kernels(gpu, 1e-6)])
-    assert sum(r.cost for r in readings) == pytest.approx(gpu.host - before)
-    assert readings[0].cost > 1e-3 > readings[1].cost
+    assert sum(r.cost_s for r in readings) == pytest.approx(gpu.host - before)
+    assert readings[0].cost_s > 1e-3 > readings[1].cost_s
 
 
 def test_the_spin_is_calibrated_by_the_gpu_and_not_by_the_host() -> None:
@@ -158,7 +158,7 @@ def test_graph_mode_captures_every_batch_once_and_replays_it() -> None:
     assert len(gpu.captured) == 4
     readings = clock.read([SampleTask(lambda n=n: phase(n)) for n in range(4)])
     assert [r.seconds for r in readings] == pytest.approx([3e-6, 6e-6, 9e-6, 12e-6])
-    assert [r.wall for r in readings] == pytest.approx([gpu.launch] * 4)  # one launch each
+    assert [r.wall_s for r in readings] == pytest.approx([gpu.launch] * 4)  # one launch each
     assert len(gpu.captured) == 4
 
 

@@ -263,8 +263,8 @@ def test_a_failure_that_is_seen_late_is_everybodys() -> None:
 class Graphs(Script):
     """Adapts phases, and refuses to adapt one of them."""
 
-    def adapt(self, phase: Phase, pool: int) -> Phase:
-        phase(pool - 1)
+    def adapt(self, phase: Phase, num_batches: int) -> Phase:
+        phase(num_batches - 1)
         return lambda number: phase(number)
 
 
@@ -285,7 +285,7 @@ class Waiting(Script):
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         seconds = [self.time(task.call) for task in tasks]
-        return [Reading(s, s / 2, s, exposed=i % 2 == 0) for i, s in enumerate(seconds)]
+        return [Reading(s, s / 2, s, is_exposed=i % 2 == 0) for i, s in enumerate(seconds)]
 
 
 def test_what_only_a_gpu_has_reaches_the_record() -> None:
