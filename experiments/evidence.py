@@ -184,7 +184,7 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
     time.sleep(LOOK_SECONDS)
     state = {
         "load_before": round(psutil.getloadavg()[0], 2),
-        "others_before": time_before.shares()[1],
+        "others_before": time_before.usage_by_others()[1],
     }
     time_during, child_s_before, start = CpuTime(), _child_seconds(), time.monotonic()
     loads: list[float] = []
@@ -196,7 +196,7 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(SAMPLE_SECONDS)
     seconds = max(time.monotonic() - start, 1e-3)
-    stolen, used_cores = time_during.shares()
+    stolen, used_cores = time_during.usage_by_others()
     cores_of_others = max(0.0, (used_cores or 0.0) - (_child_seconds() - child_s_before) / seconds)
     return status, state | {
         "load_during": [min(loads), statistics.median(loads), max(loads)],

@@ -67,12 +67,12 @@ def list_gpus() -> list[Slot]:
 
     EMBLIB_GPUS comes before CUDA_VISIBLE_DEVICES; without both all GPUs of nvidia-smi count.
     """
-    uuids_here = parse_gpu_list(_nvidia_smi())
-    allowed = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if allowed is None:
-        return [Slot(uuid, uuid) for uuid in uuids_here]
-    entries = [gpu.strip() for gpu in allowed.split(",") if gpu.strip()]
-    return [Slot(_uuid_of_entry(entry, uuids_here), entry) for entry in entries]
+    present_uuids = parse_gpu_list(_run_nvidia_smi())
+    allowed_gpus = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if allowed_gpus is None:
+        return [Slot(uuid, uuid) for uuid in present_uuids]
+    gpus = [gpu.strip() for gpu in allowed_gpus.split(",") if gpu.strip()]
+    return [Slot(_uuid_of_entry(gpu, present_uuids), gpu) for gpu in gpus]
 
 
 def parse_gpu_list(text: str) -> list[str]:
@@ -85,14 +85,14 @@ def parse_gpu_list(text: str) -> list[str]:
     return uuids
 
 
-def _uuid_of_entry(entry: str, uuids_here: Sequence[str]) -> str:
+def _uuid_of_entry(gpu: str, present_uuids: Sequence[str]) -> str:
     """Return the UUID of an entry, which unlike its index is the same in containers and jobs."""
-    if entry.isdigit():
-        return uuids_here[int(entry)] if int(entry) < len(uuids_here) else f"gpu-{entry}"
-    return next((uuid for uuid in uuids_here if uuid.startswith(entry)), entry)
+    if gpu.isdigit():
+        return present_uuids[int(gpu)] if int(gpu) < len(present_uuids) else f"gpu-{gpu}"
+    return next((uuid for uuid in present_uuids if uuid.startswith(gpu)), gpu)
 
 
-def _nvidia_smi() -> str:
+def _run_nvidia_smi() -> str:
     try:
         completed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -197,14 +197,14 @@ def run(arguments: Sequence[str]) -> int:
         return 2  # Hydra has printed its error
     watcher.print_rest()
     print(f"multirun: {folder}")
-    ends = [read_end(folder, number) for number in range(len(plan.jobs))]
-    return worst([*(int(end["status"]) for end in ends), status])
+    job_results = [read_job_result(folder, number) for number in range(len(plan.jobs))]
+    return worst_status([*(int(job_result["status"]) for job_result in job_results), status])
 
 
-def worst(statuses: Sequence[int]) -> int:
+def worst_status(statuses: Sequence[int]) -> int:
     """Return the most severe of exit statuses, by WORST_FIRST."""
-    statuses_in_order = [status if status in WORST_FIRST else 1 for status in statuses]
-    return min(statuses_in_order, key=WORST_FIRST.index)
+    known_statuses = [status if status in WORST_FIRST else 1 for status in statuses]
+    return min(known_statuses, key=WORST_FIRST.index)
 
 
 # The command line
@@ -215,13 +215,13 @@ def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
     flags = {argument for argument in arguments if argument.startswith("-")} - {"-m", "--multirun"}
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
-    typed = [
+    overrides = [
         re.sub(r"^experiment=", "+experiment=", argument)
         for argument in arguments
         if not argument.startswith("-")
     ]
-    hydra_words = [argument for argument in typed if re.match(r"[+~]*hydra[./]", argument)]
-    words = [argument for argument in typed if argument not in hydra_words]
+    hydra_words = [argument for argument in overrides if re.match(r"[+~]*hydra[./]", argument)]
+    words = [argument for argument in overrides if argument not in hydra_words]
     if not any(word.startswith("+experiment=") for word in words):
         raise UsageError(
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
@@ -233,7 +233,7 @@ def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
     jobs = tuple(_job_words(words))
     for job in jobs:
         configure.check_keys(job)
-    return LaunchPlan(_launcher(hydra_words), tuple(hydra_words), tuple(words), jobs)
+    return LaunchPlan(_parse_launcher(hydra_words), tuple(hydra_words), tuple(words), jobs)
 
 
 def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -250,7 +250,7 @@ def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     yield from itertools.product(*choices)
 
 
-def _launcher(hydra_words: Sequence[str]) -> str:
+def _parse_launcher(hydra_words: Sequence[str]) -> str:
     launcher_names = [
         word.partition("=")[2]
         for word in hydra_words
@@ -323,21 +323,21 @@ def run_job(composed: DictConfig) -> None:
     learns everything from the file.
     """
     job_config = HydraConfig.get()
-    folder, number = Path(job_config.runtime.output_dir) / JOBS, int(job_config.job.num)
+    folder, job_number = Path(job_config.runtime.output_dir) / JOBS, int(job_config.job.num)
     words = [str(word) for word in job_config.overrides.task]
     shares_terminal = job_config.runtime.choices["hydra/launcher"] == "basic"
-    store, file = RunStore(folder), f"{number}.json"
+    store, file = RunStore(folder), f"{job_number}.json"
     store.write_json(file, {"words": words, "status": None})
-    wait_start = job_start = time.monotonic()
+    wait_start_s = job_start_s = time.monotonic()
     status: int | None = 1
     try:
         with _lock_processors(composed) as environment:
-            job_start = time.monotonic()
+            job_start_s = time.monotonic()
             status = _run_job_process(
-                words, environment, None if shares_terminal else folder / f"{number}.log"
+                words, environment, None if shares_terminal else folder / f"{job_number}.log"
             )
     except TooFewProcessors as error:
-        print(f"job {number}: {error}", file=sys.stderr)
+        print(f"job {job_number}: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -346,9 +346,9 @@ def run_job(composed: DictConfig) -> None:
         status = None
         raise
     finally:
-        seconds, waited = time.monotonic() - job_start, job_start - wait_start
-        end = {"words": words, "status": status, "seconds": seconds, "waited_s": waited}
-        store.write_json(file, end)
+        job_s, waited_s = time.monotonic() - job_start_s, job_start_s - wait_start_s
+        job_result = {"words": words, "status": status, "seconds": job_s, "waited_s": waited_s}
+        store.write_json(file, job_result)
 
 
 @contextmanager
@@ -414,20 +414,20 @@ def _prepare_job_process() -> None:
 # The ends of the jobs
 
 
-def read_end(folder: Path, number: int) -> dict[str, Any]:
+def read_job_result(folder: Path, job_number: int) -> dict[str, Any]:
     """Return the end of a job: `status`, `seconds`, and `last_line`, the last line of its log.
 
     `waited_s` is there only if the job has ended. Otherwise the status is 1, and `last_line` states
     what is known.
     """
-    file = folder / JOBS / f"{number}.json"
-    end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    if end.get("status") is None:
-        last_line = "began and never ended: killed?" if end else "never began"
+    file = folder / JOBS / f"{job_number}.json"
+    job_result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if job_result.get("status") is None:
+        last_line = "began and never ended: killed?" if job_result else "never began"
         return {"status": 1, "seconds": 0.0, "last_line": last_line}
     log = file.with_suffix(".log")
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return {"last_line": next((line for line in reversed(lines) if line.strip()), ""), **end}
+    return {"last_line": next((line for line in reversed(lines) if line.strip()), ""), **job_result}
 
 
 class Watcher(threading.Thread):
@@ -452,17 +452,19 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         """Print lines about ended jobs until `has_ended` is set."""
         while not self.has_ended.wait(LOOK_SECONDS):
-            for number in list(self.unreported):
-                end = read_end(self.folder, number)
-                if "waited_s" in end:
-                    self._print(number, end)
+            for job_number in list(self.unreported):
+                job_result = read_job_result(self.folder, job_number)
+                if "waited_s" in job_result:
+                    self._print(job_number, job_result)
 
     def print_rest(self) -> None:
         """Print a line for each job that has none yet, for jobs without an end too."""
-        for number in list(self.unreported):
-            self._print(number, read_end(self.folder, number))
+        for job_number in list(self.unreported):
+            self._print(job_number, read_job_result(self.folder, job_number))
 
-    def _print(self, number: int, end: dict[str, Any]) -> None:
-        words = shlex.join(self.unreported.pop(number))
-        line = f"#{number} status {end['status']}, {end['seconds']:.0f} s: run.py {words}"
-        print(f"{line}\n   {end['last_line']}" if end["last_line"] else line, flush=True)
+    def _print(self, job_number: int, job_result: dict[str, Any]) -> None:
+        words = shlex.join(self.unreported.pop(job_number))
+        status, seconds = job_result["status"], job_result["seconds"]
+        line = f"#{job_number} status {status}, {seconds:.0f} s: run.py {words}"
+        last_line = job_result["last_line"]
+        print(f"{line}\n   {last_line}" if last_line else line, flush=True)

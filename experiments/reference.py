@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "measure":
         smoke = "timing=smoke" in arguments.words
         names = [word for word in arguments.words if word != "timing=smoke"]
-        worst = evidence.measure(lambda name: keep(latest_run(name)), names, smoke=smoke)
-        return worst if smoke else max(worst, write_pages())
+        exit_status = evidence.measure(lambda name: keep(latest_run(name)), names, smoke=smoke)
+        return exit_status if smoke else max(exit_status, write_pages())
     return update(write=arguments.action == "write")
 
 
@@ -195,17 +195,17 @@ def add(words: Sequence[str]) -> int:
     names = experiments_to_run([argument for argument in words if argument not in settings])
     for name in names:
         configure.load([f"+experiment={name}", *settings])
-    worst = 0
+    exit_status = 0
     for name in names:
         if _run_py(f"+experiment={name}", *settings):
             print(f"{name}: the run failed and is not stored", file=sys.stderr)
-            worst = 1
+            exit_status = 1
             continue
         try:
             run_folder = keep(latest_run(name))
         except UsageError as error:
             print(f"{name}: {error}", file=sys.stderr)
-            worst = 1
+            exit_status = 1
             continue
         print(f"kept {os.path.relpath(run_folder, ROOT)}")
         for other_run in runs_in(REFERENCE, f"*/{name}"):
@@ -213,17 +213,17 @@ def add(words: Sequence[str]) -> int:
                 paths = [os.path.relpath(path, ROOT) for path in (other_run, run_folder)]
                 folder = f"reports/compare/{name}/{other_run.parent.name}-{run_folder.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
-    return max(worst, write_pages())
+    return max(exit_status, write_pages())
 
 
 def write_pages() -> int:
     """Update the pages that show references; return 1 if one failed, else 0."""
-    worst = 0
+    exit_status = 0
     for page in (["reference", "write"], ["compare", "--overview", "write"]):
         if _run_py(*page):
             print(f"{' '.join(page)} failed: its page is out of date", file=sys.stderr)
-            worst = 1
-    return worst
+            exit_status = 1
+    return exit_status
 
 
 def experiments_to_run(names: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
         BundleError: contents and checksums together are larger than MAX_BYTES.
         OSError: the file cannot be written.
     """
-    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
+    lines = [f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in contents.items()]
     sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
     if sum(map(len, contents.values())) + len(sums) > MAX_BYTES:
         raise BundleError(f"{TOO_LARGE}: pack fewer runs")
@@ -59,11 +59,11 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
     partial_file = path.with_name(f".{path.name}.partial")
     try:
         with zipfile.ZipFile(partial_file, "w", zipfile.ZIP_DEFLATED) as file:
-            for name, data in sorted({**contents, SUMS: sums.encode()}.items()):
+            for name, content in sorted({**contents, SUMS: sums.encode()}.items()):
                 entry = zipfile.ZipInfo(name, EPOCH)
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 entry.external_attr = (stat.S_IFREG | 0o644) << 16
-                file.writestr(entry, data)
+                file.writestr(entry, content)
         partial_file.replace(path)
     finally:
         partial_file.unlink(missing_ok=True)
@@ -115,8 +115,8 @@ def _check_sums(contents: Mapping[str, bytes]) -> None:
         raise BundleError(f"it has no {SUMS}: not a bundle")
     expected_sums = {}
     for line in contents[SUMS].decode(errors="replace").splitlines():
-        checksum, _, name = line.partition("  ")
-        expected_sums[name] = checksum
+        actual_sum, _, name = line.partition("  ")
+        expected_sums[name] = actual_sum
     names, expected_names = set(contents) - {SUMS}, set(expected_sums)
     problems = [
         *(f"{name} is missing" for name in sorted(expected_names - names)),
@@ -139,7 +139,7 @@ def unpack(contents: Mapping[str, bytes], folder: Path) -> None:
         OSError: a file cannot be written, for example because a file has the name of its folder.
         ValueError: the file system cannot represent a name.
     """
-    for name, data in contents.items():
+    for name, content in contents.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+        target.write_bytes(content)

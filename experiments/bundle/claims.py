@@ -152,7 +152,7 @@ def check_claims(
         tolerance: relative tolerance of ratios of times.
     """
     new_by_key = {claim.key: claim for claim in new_claims}
-    checked = []
+    checked_claims = []
     for claim in packed_claims:
         new_claim, reason = new_by_key.get(claim.key), ""
         if new_claim is None:
@@ -163,8 +163,8 @@ def check_claims(
         else:
             is_confirmed = holds(claim, new_claim, tolerance)
             outcome = ClaimOutcome.holds if is_confirmed else ClaimOutcome.differs
-        checked.append(CheckedClaim(claim, outcome, new_claim, reason))
-    return checked
+        checked_claims.append(CheckedClaim(claim, outcome, new_claim, reason))
+    return checked_claims
 
 
 def holds(claim: Claim, new_claim: Claim, tolerance: float) -> bool:

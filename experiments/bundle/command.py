@@ -146,7 +146,7 @@ def _rerun(
     if unknown_names := sorted(set(parsed.only) - names):
         raise UsageError(f"--only {unknown_names[0]}: the bundle has {', '.join(sorted(names))}")
     chosen_runs = [entry for entry in runs if not parsed.only or entry["experiment"] in parsed.only]
-    findings: list[CheckedClaim] = []
+    checked_claims: list[CheckedClaim] = []
     for index, entry in enumerate(chosen_runs):
         if not entry["claims"]:
             print(f"\n{entry['folder']}: claims nothing that could be compared")
@@ -165,10 +165,10 @@ def _rerun(
         if not result.findings:
             print("  it claims nothing that could be compared")
         _print_findings(result.findings)
-        findings += result.findings
-    if findings:
-        print(f"\n{len(findings)} claims: {_count_outcomes(findings)}")
-    return _exit_status(findings)
+        checked_claims += result.findings
+    if checked_claims:
+        print(f"\n{len(checked_claims)} claims: {_count_outcomes(checked_claims)}")
+    return _exit_status(checked_claims)
 
 
 def _print_machine_changes(entry: pack.RunEntry, environment: dict[str, Any]) -> None:
@@ -183,39 +183,41 @@ def _print_machine_changes(entry: pack.RunEntry, environment: dict[str, Any]) ->
             print(f"  {name}: {packed_fact} then, {new_fact} now")
 
 
-def _print_findings(findings: Sequence[CheckedClaim]) -> None:
+def _print_findings(checked_claims: Sequence[CheckedClaim]) -> None:
     """Print the claims that differ, the reasons of unmeasured ones, and the counts of outcomes."""
-    for finding in findings:
-        claim, new_claim = finding.claim, finding.new_claim
-        if finding.outcome is ClaimOutcome.differs and new_claim is not None:
+    for checked_claim in checked_claims:
+        claim, new_claim = checked_claim.claim, checked_claim.new_claim
+        if checked_claim.outcome is ClaimOutcome.differs and new_claim is not None:
             print(
                 f"  DIFFERS {claim.about}: {claim.what} {_format_number(claim.value)} "
                 f"{text.interval(claim.lo, claim.hi)}, now {_format_number(new_claim.value)} "
                 f"{text.interval(new_claim.lo, new_claim.hi)}"
             )
     reasons = Counter(
-        finding.reason for finding in findings if finding.outcome is ClaimOutcome.unmeasured
+        checked_claim.reason
+        for checked_claim in checked_claims
+        if checked_claim.outcome is ClaimOutcome.unmeasured
     )
     for reason, count in reasons.most_common():
         print(f"  not measured, {count} claims: {reason}")
-    print(f"  {_count_outcomes(findings)}")
+    print(f"  {_count_outcomes(checked_claims)}")
 
 
 def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else text.digits(value)
 
 
-def _count_outcomes(findings: Sequence[CheckedClaim]) -> str:
+def _count_outcomes(checked_claims: Sequence[CheckedClaim]) -> str:
     """Return the number of claims of each outcome, such as '3 holds, 1 not measured'."""
-    counts = Counter(finding.outcome for finding in findings)
+    counts = Counter(checked_claim.outcome for checked_claim in checked_claims)
     return ", ".join(
         f"{counts[outcome]} {outcome.value}" for outcome in ClaimOutcome if counts[outcome]
     )
 
 
-def _exit_status(findings: Sequence[CheckedClaim]) -> int:
+def _exit_status(checked_claims: Sequence[CheckedClaim]) -> int:
     """Return the exit status of `verify --rerun`, see EXIT_STATUS_HELP."""
-    outcomes = Counter(finding.outcome for finding in findings)
+    outcomes = Counter(checked_claim.outcome for checked_claim in checked_claims)
     if outcomes[ClaimOutcome.differs]:
         return 4
     if not outcomes[ClaimOutcome.holds]:

@@ -112,17 +112,22 @@ def measure_again(
     completed = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
     if completed.returncode == 130:
         raise KeyboardInterrupt
-    info_files = sorted((folder / str(packed_run.config.name)).glob("*/run.json"))
-    if not info_files:
+    run_files = sorted((folder / str(packed_run.config.name)).glob("*/run.json"))
+    if not run_files:
         return Remeasurement(
             _mark_unmeasured(claims, f"the run ended with exit status {completed.returncode}")
         )
-    new_run = Run.read(info_files[-1].parent)
+    new_run = Run.read(run_files[-1].parent)
     other_cells = cells_with_other_batches(packed_run, new_run)
-    comparable = [claim for claim in claims if claim.about.partition(" · ")[0] not in other_cells]
-    findings = check_claims(comparable, claims_of(new_run), missing_reasons(new_run), tolerance)
+    comparable_claims = [
+        claim for claim in claims if claim.about.partition(" · ")[0] not in other_cells
+    ]
+    findings = check_claims(
+        comparable_claims, claims_of(new_run), missing_reasons(new_run), tolerance
+    )
     findings += _mark_unmeasured(
-        [claim for claim in claims if claim not in comparable], "its batches were not the same"
+        [claim for claim in claims if claim not in comparable_claims],
+        "its batches were not the same",
     )
     return Remeasurement(findings, new_run)
 

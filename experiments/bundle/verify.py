@@ -86,7 +86,9 @@ def _quote_difference(packed_texts: Sequence[str], rebuilt_texts: Sequence[str])
     for packed, rebuilt in zip_longest(packed_texts, rebuilt_texts, fillvalue=""):
         if packed != rebuilt:
             pairs = enumerate(zip(packed, rebuilt, strict=False))
-            position = next((i for i, (a, b) in pairs if a != b), min(len(packed), len(rebuilt)))
+            position = next(
+                (i for i, (left, right) in pairs if left != right), min(len(packed), len(rebuilt))
+            )
             begin = max(0, position - QUOTED_CHARACTERS // 3)
             quoted = slice(begin, begin + QUOTED_CHARACTERS)
             return f"{packed[quoted]!r}, but they give {rebuilt[quoted]!r}"
@@ -253,10 +255,13 @@ def _run_problems(
                 f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
-            packed, rebuilt = _read_table(folder / name), _read_table(rebuilt_folder / name)
-            differences, num_compared = compare_tables(packed, rebuilt)
+            packed_table, rebuilt_table = (
+                _read_table(folder / name),
+                _read_table(rebuilt_folder / name),
+            )
+            differences, num_compared = compare_tables(packed_table, rebuilt_table)
             if is_strict:
-                unshared_columns = sorted(set(packed.columns) ^ set(rebuilt.columns))
+                unshared_columns = sorted(set(packed_table.columns) ^ set(rebuilt_table.columns))
                 differences += [
                     f"{column}: only one of packed and rebuilt has it"
                     for column in unshared_columns

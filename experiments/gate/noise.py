@@ -26,7 +26,7 @@ from experiments.run.progress import Display
 from experiments.timing import statistics
 
 SMOKE_PAIRS = 2
-HOW = (
+HOW_TO_READ = (
     "Both processes of a pair run the same code, so every effect other than 1 is noise: of memory "
     "layout, of the core, of other load on the machine.",
     f"MAD is the median distance of log(A ÷ A) from 0. The gate's margin at a point is "
@@ -103,7 +103,9 @@ def write(path: Path) -> str:
     section = Section(
         "Noise by point", figures=_figures(points, margins), table=table(points, margins)
     )
-    report = pages.page_of(path, str(config.name), [answer], [section], notices=notices, how=HOW)
+    report = pages.page_of(
+        path, str(config.name), [answer], [section], notices=notices, how_to_read=HOW_TO_READ
+    )
     document.write(path, report)
     return answer
 
@@ -142,12 +144,12 @@ def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> st
     """State the noise of the best and the worst point, and the gate's margins."""
     if not points:
         return "No point could be measured."
-    worst = max(points, key=lambda n: points[n]["mad"])
+    noisiest_point = max(points, key=lambda point: points[point]["mad"])
     min_mad = min(noise["mad"] for noise in points.values())
     return (
         f"One pair of processes differs from itself by {100 * min_mad:.2g} to "
-        f"{100 * points[worst]['mad']:.2g} % (median, best and worst point: {worst}); with {pairs} "
-        f"pairs the gate's margins are {100 * min(margins.values()):.2g} to "
+        f"{100 * points[noisiest_point]['mad']:.2g} % (median, best and worst point: "
+        f"{noisiest_point}); with {pairs} pairs the gate's margins are {100 * min(margins.values()):.2g} to "
         f"{100 * max(margins.values()):.2g} %."
     )
 

@@ -24,7 +24,7 @@ from experiments.report.tables import Table, Value
 from experiments.results.store import RunStore, read_json
 from experiments.timing.statistics import Effect, Verdict, combine_processes
 
-HOW = (
+HOW_TO_READ = (
     "Two processes, one per revision, alternate: base head head base, or head base base head, "
     "chosen at random. An untimed execution precedes each sample, because the other process has "
     "just used the caches. Of the two samples of a block the faster one counts; the effect of a "
@@ -53,7 +53,7 @@ def page_of(
     *,
     tiles: Sequence[Tile] = (),
     notices: Sequence[str] = (),
-    how: Sequence[str] = HOW,
+    how_to_read: Sequence[str] = HOW_TO_READ,
 ) -> Page:
     """Return the page of a run of the kinds gate, noise or power.
 
@@ -64,7 +64,7 @@ def page_of(
         sections: sections with the results; how to read them and how to repeat the run follow.
         tiles: numbers to show first.
         notices: texts of notices.
-        how: paragraphs of "How to read this".
+        how_to_read: paragraphs of "How to read this".
     """
     environment = read_json(path, "environment.json")
     machine = (environment.get("device"), f"torch {environment.get('torch')}")
@@ -73,7 +73,7 @@ def page_of(
         answer=answer,
         sections=[
             *sections,
-            Section("How to read this", points=how),
+            Section("How to read this", points=how_to_read),
             Section("Reproduce", code=str(environment.get("command", ""))),
             Section(
                 "Configuration",

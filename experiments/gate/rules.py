@@ -51,11 +51,13 @@ class Rules:
     @classmethod
     def load(cls, path: Path) -> Rules | None:
         """Return the rules of a run's directory; None if it has none yet."""
-        saved = read_json(path, "rules.json")
-        if not saved:
+        stored_rules = read_json(path, "rules.json")
+        if not stored_rules:
             return None
-        max_pairs = int(saved.get("max_pairs") or saved["most_pairs"])  # the name in older runs
-        return cls(saved["pairs"], max_pairs, saved["margins"])
+        max_pairs = int(
+            stored_rules.get("max_pairs") or stored_rules["most_pairs"]
+        )  # the name in older runs
+        return cls(stored_rules["pairs"], max_pairs, stored_rules["margins"])
 
 
 @dataclass(frozen=True)

@@ -164,18 +164,18 @@ def rebuild(path: Path) -> str:
     it ended before it could measure. A run that was killed has no gate.json, and counts as
     interrupted.
     """
-    saved, records = read_json(path, "gate.json"), read_records(path)
+    gate_result, records = read_json(path, "gate.json"), read_records(path)
     rules = Rules.load(path)
     if rules is None or not records:
-        return str(saved.get("answer", "This run ended before it could measure."))
+        return str(gate_result.get("answer", "This run ended before it could measure."))
     stored = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
     config = cast(Config, OmegaConf.to_object(stored))
     trial = Trial()
     for record in records:
         trial.add_record(record)
     trial.add_counts(read_json(path, "instructions.json"))
-    if "status" not in saved:
-        saved = {
+    if "status" not in gate_result:
+        gate_result = {
             "status": INTERRUPTED,
             "experiment": config.name,
             "base": config.gate.base or "its default base",
@@ -183,6 +183,6 @@ def rebuild(path: Path) -> str:
             "notices": ["This run was killed: points that it did not reach are missing."],
         }
     findings = collect_findings(points_of(config), trial, rules, records)
-    findings = dataclasses.replace(findings, interrupted=saved["status"] == INTERRUPTED)
-    facts = {name: value for name, value in saved.items() if name not in DERIVED_ENTRIES}
-    return pages.write_outputs(path, findings, facts, saved["status"])
+    findings = dataclasses.replace(findings, interrupted=gate_result["status"] == INTERRUPTED)
+    run_facts = {name: value for name, value in gate_result.items() if name not in DERIVED_ENTRIES}
+    return pages.write_outputs(path, findings, run_facts, gate_result["status"])

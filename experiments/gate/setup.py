@@ -115,10 +115,10 @@ def find_noise_floor(
     """
     path = folder / floor_file(environment, config)
     try:
-        saved = json.loads(path.read_text())
-        if saved["schema"] != SCHEMA or saved["key"] != machine_key(environment):
+        stored_floor = json.loads(path.read_text())
+        if stored_floor["schema"] != SCHEMA or stored_floor["key"] != machine_key(environment):
             return None
-        points: NoiseFloor = saved["points"]
+        points: NoiseFloor = stored_floor["points"]
         is_complete = all(math.isfinite(noise["mad"]) for noise in points.values())
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None

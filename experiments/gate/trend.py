@@ -43,7 +43,7 @@ MOVED_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}  # by state of a finding
 MAX_NAMES = 5  # maximum number of names of commits below a panel
 PANEL_HEIGHT = 2.7  # inches
 LEVEL_RANGE = (0.95, 1.05)  # levels that every panel shows, so that noise looks small
-HOW = (
+HOW_TO_READ = (
     "Every run of the gate compares a commit with an earlier one, its base, in turn on one "
     "machine. The level of a commit is the level of its base times the ratio measured; the first "
     "commit of a chain of runs has level 1. Machines may change from run to run.",
@@ -211,14 +211,14 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         for path in sorted(folder.rglob("*.json")):
-            saved = _read_findings(path)
-            if saved is None and path.name == "gate.json":
+            gate_result = _read_findings(path)
+            if gate_result is None and path.name == "gate.json":
                 exclusions.append(f"{path.relative_to(folder)}: it is damaged")
-            if saved is None or (device and saved.get("device") not in (device, None)):
+            if gate_result is None or (device and gate_result.get("device") not in (device, None)):
                 continue
             try:
-                reason = _exclusion_reason(saved)
-                gate_run = None if reason else _parse_gate_run(saved)
+                reason = _exclusion_reason(gate_result)
+                gate_run = None if reason else _parse_gate_run(gate_result)
             except (
                 LookupError,
                 TypeError,
@@ -263,20 +263,20 @@ def _order_by_link(runs: Mapping[Commit, GateRun]) -> list[GateRun]:
 def _read_findings(path: Path) -> dict[str, Any] | None:
     """Return the content of a file if it has that of a gate.json, else None."""
     try:
-        saved = json.loads(path.read_text())
+        gate_result = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    is_gate = isinstance(saved, dict) and {"status", "answer", "points"} <= saved.keys()
-    return saved if is_gate else None
+    is_gate = isinstance(gate_result, dict) and {"status", "answer", "points"} <= gate_result.keys()
+    return gate_result if is_gate else None
 
 
-def _exclusion_reason(saved: Mapping[str, Any]) -> str:
+def _exclusion_reason(gate_result: Mapping[str, Any]) -> str:
     """Return why the run of a gate.json is not in a trend; "" if it is."""
-    if saved["status"] == INTERRUPTED:
+    if gate_result["status"] == INTERRUPTED:
         return "it was interrupted"
-    if not saved["points"]:
-        return f"it has no findings ({saved['answer']})"
-    commits = saved.get("commits")
+    if not gate_result["points"]:
+        return f"it has no findings ({gate_result['answer']})"
+    commits = gate_result.get("commits")
     if commits is None:
         return "it was measured before the gate stored commits"
     if not commits.get("base") or not commits.get("head"):
@@ -286,15 +286,17 @@ def _exclusion_reason(saved: Mapping[str, Any]) -> str:
     return ""
 
 
-def _parse_gate_run(saved: Mapping[str, Any]) -> GateRun:
+def _parse_gate_run(gate_result: Mapping[str, Any]) -> GateRun:
     """Return the run of a gate.json for which `_exclusion_reason` is empty.
 
     Raises:
         KeyError, TypeError: an entry is missing, or of another type.
     """
-    base, head = (Commit(**saved["commits"][side]) for side in ("base", "head"))
-    points = {finding["point"]: finding for finding in saved["points"] if finding["state"]}
-    return GateRun(base, head, saved["device"], saved["machine"], saved["measured"], points)
+    base, head = (Commit(**gate_result["commits"][side]) for side in ("base", "head"))
+    points = {finding["point"]: finding for finding in gate_result["points"] if finding["state"]}
+    return GateRun(
+        base, head, gate_result["device"], gate_result["machine"], gate_result["measured"], points
+    )
 
 
 def page_of(trend: Trend, exclusions: Sequence[str] = (), command: str = "") -> Page:
@@ -327,7 +329,7 @@ def page_of(trend: Trend, exclusions: Sequence[str] = (), command: str = "") -> 
             Section(
                 "Every figure", fold_label="Every point at every commit", table=_level_table(trend)
             ),
-            Section("How to read this", points=HOW),
+            Section("How to read this", points=HOW_TO_READ),
             Section("Reproduce", code=command),
         ],
         subtitle=" · ".join(machines),
@@ -361,9 +363,9 @@ def sentences(trend: Trend) -> list[str]:
                 if level_quantity == quantity:
                     last_levels[point] = level
         if last_levels:
-            worst = max(last_levels, key=lambda point: last_levels[point].log)
+            slowest = max(last_levels, key=lambda point: last_levels[point].log)
             label, _, _ = QUANTITIES[quantity]
-            answer.append(f"Largest level of {label}: {worst}, {last_levels[worst].ratio:.3f}.")
+            answer.append(f"Largest level of {label}: {slowest}, {last_levels[slowest].ratio:.3f}.")
     return answer
 
 

@@ -379,27 +379,27 @@ def median_seconds(record: Record, phase: str) -> float:
     return statistics.summarise([seconds for _, seconds in record["samples"][phase]]).median
 
 
-def check_contender_types(prefix: str, names: Sequence[str], wanted: ContenderType) -> None:
-    """Raise UsageError unless all contenders are of the type `wanted`.
+def check_contender_types(prefix: str, names: Sequence[str], required_type: ContenderType) -> None:
+    """Raise UsageError unless all contenders are of the type `required_type`.
 
     Args:
         prefix: "cases.NAME." or "", for the message.
         names: names of contenders; those of computed arms and methods are skipped.
-        wanted: any type but BOTH.
+        required_type: any type but BOTH.
     """
     for name in names:
         entry = registry.entry_of(name)
-        actual = ContenderType.BAGS
+        actual_type = ContenderType.BAGS
         if entry.keyed:
-            actual = ContenderType.KEYED
+            actual_type = ContenderType.KEYED
         elif entry.served:
-            actual = ContenderType.SERVED
-        if actual is wanted or name not in registry.names():
+            actual_type = ContenderType.SERVED
+        if actual_type is required_type or name not in registry.names():
             continue
-        if ContenderType.SERVED in (actual, wanted):
-            prefix_no = "no " * (wanted is ContenderType.SERVED)
+        if ContenderType.SERVED in (actual_type, required_type):
+            negation = "no " * (required_type is ContenderType.SERVED)
             raise UsageError(
-                f"{prefix}contenders: {name} has {prefix_no}read-only tables; those are measured "
+                f"{prefix}contenders: {name} has {negation}read-only tables; those are measured "
                 "in kind=serving"
             )
         if entry.keyed:

@@ -51,8 +51,8 @@ class Cache(base.Kind):
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the hit rates at the middle size."""
-        sizes = sorted({record["cache_rows"] for record in records if "cache_rows" in record})
-        middle_size = sizes[(len(sizes) - 1) // 2] if sizes else None
+        cache_sizes = sorted({record["cache_rows"] for record in records if "cache_rows" in record})
+        middle_size = cache_sizes[(len(cache_sizes) - 1) // 2] if cache_sizes else None
         shown_records = [
             record for record in records if record.get("cache_rows", middle_size) == middle_size
         ]
@@ -96,8 +96,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     `fraction` is `cache_rows` ÷ all rows. `cache` is the fraction that the experiment asked for,
     before rounding to sets. A number that is unknown is nan.
     """
-    traced = [record for record in records if record.get("kind") == Cache.name]
-    return pd.DataFrame([_row(record) for record in traced])
+    cache_records = [record for record in records if record.get("kind") == Cache.name]
+    return pd.DataFrame([_row(record) for record in cache_records])
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -106,14 +106,14 @@ def _row(record: Record) -> dict[str, Any]:
     rates = counted_hit_rates(record) if is_ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if is_ok else 0
     max_hits = record.get("most_lookup_hits", math.nan)
-    size = record.get("cache_rows", math.nan)  # absent from the record of a process that died
+    cache_rows = record.get("cache_rows", math.nan)  # absent from the record of a process that died
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")
     return {
         **{name: record[name] for name in names},
         **record["params"],
         "rows": record["rows"],
-        "cache_rows": size,
-        "fraction": size / record["rows"],
+        "cache_rows": cache_rows,
+        "fraction": cache_rows / record["rows"],
         "batches": record.get("batches", 0),
         "lookup_hit_rate": rates.lookups,
         "row_hit_rate": rates.rows,

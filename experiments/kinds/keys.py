@@ -143,11 +143,13 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     """Return a row of `growth_frame` from the records of a table, one per process."""
     ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
-    by_process = [metrics.seconds(record, GROWTH_PHASE) for record in ok_records]
-    call_seconds = [call_s for seconds in by_process for call_s in seconds]
+    seconds_by_process = [metrics.seconds(record, GROWTH_PHASE) for record in ok_records]
+    call_seconds = [call_s for seconds in seconds_by_process for call_s in seconds]
     call_time, call_tails = statistics.summarise(call_seconds), statistics.tail_of(call_seconds)
-    longest_call = statistics.summarise([max(seconds) for seconds in by_process if seconds])
-    total_time = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
+    longest_calls = statistics.summarise(
+        [max(seconds) for seconds in seconds_by_process if seconds]
+    )
+    total_times = statistics.summarise([sum(seconds) for seconds in seconds_by_process if seconds])
     peak_bytes, final_bytes = (_median(ok_records, name) for name in ("peak_bytes", "kept_bytes"))
     has_memory = bool(final_bytes) and not math.isnan(peak_bytes)
     names = ("section", "cell", "contender", "arm", "label", "lookups")
@@ -156,12 +158,12 @@ def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
         **record["params"],
         **metrics.outcome_of(records),
         "keys_there": record.get("keys_there", math.nan),
-        "calls": len(by_process[0]) if by_process else 0,
+        "calls": len(seconds_by_process[0]) if seconds_by_process else 0,
         "processes": len(ok_records),
         "median_s": call_time.median,
         "p99_s": call_tails.p99,
-        "longest_s": longest_call.median,
-        "total_s": total_time.median,
+        "longest_s": longest_calls.median,
+        "total_s": total_times.median,
         "peak_bytes": peak_bytes,
         "kept_bytes": final_bytes,
         "peak_over_kept": peak_bytes / final_bytes if has_memory else math.nan,

@@ -129,12 +129,12 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 def _row(records: Sequence[Record]) -> dict[str, Any]:
     """Return the row of a benchmark from its records, one per process."""
     first_record = records[0]
-    by_process = [
+    seconds_by_process = [
         [call_s for _, call_s in record["samples"].get("call", [])]
         for record in records
         if record["status"] == "ok"
     ]
-    time_summary = metrics.summarise_processes(by_process)
+    time_summary = metrics.summarise_processes(seconds_by_process)
     return {
         "operation": first_record["section"],
         "benchmark": first_record["cell"],
@@ -144,7 +144,7 @@ def _row(records: Sequence[Record]) -> dict[str, Any]:
         "status": next((record["status"] for record in records if record["status"] != "ok"), "ok"),
         **time_summary.columns(),
         "samples": time_summary.n,
-        "processes": len(by_process),
+        "processes": len(seconds_by_process),
     }
 
 

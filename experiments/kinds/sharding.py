@@ -228,9 +228,14 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
     steps_by_key: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
     for record in records:
         if record.get("kind") == Sharding.name and record["status"] == "ok":
-            for step in record.get("predicted", []):
-                key = record["cell"], record["arm"], int(step["ranks"]), step["scaling"]
-                steps_by_key.setdefault(key, []).append((record, step))
+            for predicted_step in record.get("predicted", []):
+                key = (
+                    record["cell"],
+                    record["arm"],
+                    int(predicted_step["ranks"]),
+                    predicted_step["scaling"],
+                )
+                steps_by_key.setdefault(key, []).append((record, predicted_step))
     rows = []
     for (cell, arm, ranks, scaling), group in steps_by_key.items():
         record = group[0][0]
@@ -258,7 +263,7 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _mean(group: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
-    return sum(float(step[name]) for _, step in group) / len(group)
+    return sum(float(predicted_step[name]) for _, predicted_step in group) / len(group)
 
 
 class Agreement(NamedTuple):
@@ -284,7 +289,7 @@ def prediction_agreement(rows: pd.DataFrame) -> Agreement:
     if len(measured) < 3:
         return Agreement(math.nan, math.nan, len(measured))
     correlation = measured["predicted_s"].corr(measured["median_s"], method="spearman")
-    factor = (measured["predicted_s"] / measured["median_s"]).map(
-        lambda factor: max(factor, 1 / factor)
+    factors = (measured["predicted_s"] / measured["median_s"]).map(
+        lambda factors: max(factors, 1 / factors)
     )
-    return Agreement(float(correlation), float(factor.median()), len(measured))
+    return Agreement(float(correlation), float(factors.median()), len(measured))

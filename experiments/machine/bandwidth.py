@@ -107,9 +107,11 @@ def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return multiplications plus additions per second of a product of square float32 matrices."""
-    a, b = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
-    out = torch.empty_like(a)
-    return 2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(a, b, out=out), device, seconds)
+    left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
+    out = torch.empty_like(left)
+    return (
+        2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(left, right, out=out), device, seconds)
+    )
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
@@ -189,18 +191,18 @@ def shortest_call(call: Callable[[], object], device: torch.device, seconds: flo
     """
     if device.type != "cuda":
         return shortest_wall(call, device, seconds)
-    times: list[float] = []
+    times_s: list[float] = []
     call()  # first calls load kernels
-    deadline = time.perf_counter() + seconds
-    while len(times) < MIN_RUNS or time.perf_counter() < deadline:
+    deadline_s = time.perf_counter() + seconds
+    while len(times_s) < MIN_RUNS or time.perf_counter() < deadline_s:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SPIN_CYCLES)
         start.record()
         call()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return max(min(times), RESOLUTION_SECONDS)
+        times_s.append(start.elapsed_time(end) / 1e3)
+    return max(min(times_s), RESOLUTION_SECONDS)
 
 
 def shortest_wall(
@@ -219,8 +221,8 @@ def shortest_wall(
             torch.cuda.synchronize()
         return now()
 
-    shortest_s, deadline, num_calls = float("inf"), now() + seconds, 0
-    while num_calls < MIN_RUNS or now() < deadline:
+    shortest_s, deadline_s, num_calls = float("inf"), now() + seconds, 0
+    while num_calls < MIN_RUNS or now() < deadline_s:
         start = synchronised()
         call()
         shortest_s = min(shortest_s, synchronised() - start)
@@ -241,9 +243,9 @@ class CacheLines:
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE_BYTES)
         page_bytes = huge_page_bytes()
-        num_bytes = (self.count * LINE_BYTES // page_bytes + 2) * page_bytes
+        mapped_bytes = (self.count * LINE_BYTES // page_bytes + 2) * page_bytes
         # Private memory, because other rules give huge pages to shared memory.
-        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
         if advice is not None:
             self.memory.madvise(advice)

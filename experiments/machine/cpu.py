@@ -48,7 +48,7 @@ class CpuTime:
     def __init__(self) -> None:
         self._system, self._process = psutil.cpu_times(), os.times()
 
-    def shares(self) -> tuple[float | None, float | None]:
+    def usage_by_others(self) -> tuple[float | None, float | None]:
         """Return (share of the time stolen by a hypervisor, number of cores others used).
 
         Both are None if the system has counted no processor time since the object was created. The

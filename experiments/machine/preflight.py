@@ -78,7 +78,7 @@ def cpu_flags(
     """
     cpu_time = CpuTime()
     sleep(LOOK_SECONDS)
-    _, cores_of_others = cpu_time.shares()
+    _, cores_of_others = cpu_time.usage_by_others()
     cores, quota, governor = len(usable_cores()), cpu.quota_cores(), cpu.governor()
     flags = {
         "busy": cores_of_others is not None and cores_of_others > BUSY_CORES,

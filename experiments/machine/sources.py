@@ -74,13 +74,13 @@ def digests(device: str, root: Path = ROOT) -> dict[str, str]:
         area: list(_files(device, root, (*BASE, *area_files))) for area, area_files in AREAS.items()
     }
     keys = {area: _content_key(root, paths) for area, paths in files.items()}
-    cached = _read_cache(root)
-    areas_to_digest = [area for area, key in keys.items() if key not in cached]
+    cached_digests = _read_cache(root)
+    areas_to_digest = [area for area, key in keys.items() if key not in cached_digests]
     for area in areas_to_digest:
-        cached[keys[area]] = _digest(root, files[area])
+        cached_digests[keys[area]] = _digest(root, files[area])
     if areas_to_digest:
-        _write_cache(root, cached)
-    return {area: cached[key] for area, key in keys.items()}
+        _write_cache(root, cached_digests)
+    return {area: cached_digests[key] for area, key in keys.items()}
 
 
 def _content_key(root: Path, paths: list[Path]) -> str:
@@ -95,19 +95,21 @@ def _content_key(root: Path, paths: list[Path]) -> str:
 def _read_cache(root: Path) -> dict[str, str]:
     """Return {content key: digest}; {} where there is no readable file."""
     try:
-        cached = json.loads((root / CACHE_FILE).read_text())
+        cached_digests = json.loads((root / CACHE_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return cached if isinstance(cached, dict) else {}
+    return cached_digests if isinstance(cached_digests, dict) else {}
 
 
-def _write_cache(root: Path, cached: dict[str, str]) -> None:
+def _write_cache(root: Path, cached_digests: dict[str, str]) -> None:
     """Replace the file by the newest entries; if several runs write at once, one of them wins."""
     cache_file = root / CACHE_FILE
     temporary_file = cache_file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # a folder that cannot be written only costs time
         cache_file.parent.mkdir(exist_ok=True)
-        temporary_file.write_text(json.dumps(dict(list(cached.items())[-MAX_CACHED:]), indent=0))
+        temporary_file.write_text(
+            json.dumps(dict(list(cached_digests.items())[-MAX_CACHED:]), indent=0)
+        )
         temporary_file.replace(cache_file)
 
 

@@ -113,7 +113,7 @@ class CpuTelemetry(Telemetry):
 
     def stop(self) -> None:
         self._sample()
-        self.stolen_share, self.cores_of_others = self._time.shares()
+        self.stolen_share, self.cores_of_others = self._time.usage_by_others()
 
     def summary(self) -> dict[str, Any]:
         """Return load and MHz as [min, median, max], stolen time, cores of other processes."""
@@ -127,11 +127,11 @@ class CpuTelemetry(Telemetry):
         )
 
     def flags(self) -> list[str]:
-        raised = {
+        is_raised_by_flag = {
             "stolen_time": (self.stolen_share or 0.0) > MAX_STOLEN_SHARE,
             "busy": (self.cores_of_others or 0.0) > BUSY_CORES,
         }
-        return [flag for flag, is_raised in raised.items() if is_raised]
+        return [flag for flag, is_raised in is_raised_by_flag.items() if is_raised]
 
     def _sample(self) -> None:
         self._last_sample_s = time.monotonic()

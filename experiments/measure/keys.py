@@ -114,9 +114,9 @@ def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     ]
 
 
-def _operations(cell: Cell, filled: FilledTable, session: Session) -> dict[str, Operation]:
-    names = [name for name in cell.keys.operations if name in filled.table.operations]
-    return {name: Operation(filled, name, session.config.timing.pool) for name in names}
+def _operations(cell: Cell, filled_table: FilledTable, session: Session) -> dict[str, Operation]:
+    names = [name for name in cell.keys.operations if name in filled_table.table.operations]
+    return {name: Operation(filled_table, name, session.config.timing.pool) for name in names}
 
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:

@@ -117,15 +117,15 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
     outcomes, tables = _build_tables(cell, shapes, pool, session)
-    prepared: dict[str, list[Any]] = {}
-    requests: dict[str, Request] = {}
+    prepared_of_arm: dict[str, list[Any]] = {}
+    request_of_arm: dict[str, Request] = {}
     for key, served in tables.items():
         with outcomes[key].catching():
             session.note(f"{key}|preparing requests")
-            prepared[key] = [served.prepare(batch) for batch in pool.batches]
-            requests[key] = _warm_request(served, prepared[key])
+            prepared_of_arm[key] = [served.prepare(batch) for batch in pool.batches]
+            request_of_arm[key] = _warm_request(served, prepared_of_arm[key])
     with telemetry_for(session.device) as telemetry:
-        points = _serve(requests, cell.options, outcomes, session, seconds)
+        points_of_arm = _serve(request_of_arm, cell.options, outcomes, session, seconds)
     records = []
     for arm in cell.arms:
         outcome = outcomes[arm.key]
@@ -135,8 +135,8 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             session.note(f"{arm.key}|starting from its file")
             with outcome.catching():
                 outcome.nbytes = {"weights": tables[arm.key].nbytes()}
-                record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
-                record["points"] = [point.entries() for point in points[arm.key]]
+                record["cold_start"] = cold_start(tables[arm.key], prepared_of_arm[arm.key][0])
+                record["points"] = [point.entries() for point in points_of_arm[arm.key]]
         records.append(make_record(cell, outcome, session) | pool_entries(pool) | record)
     return records
 
@@ -203,26 +203,26 @@ def _warm_request(served: ServedTables, prepared: Sequence[Any]) -> Request:
     lookup, num_requests = served.lookup, len(prepared)
     for request in prepared:
         lookup(request)
-    return lambda number: lookup(prepared[number % num_requests])
+    return lambda request_number: lookup(prepared[request_number % num_requests])
 
 
 # Load
 
 
 def _serve(
-    requests: Mapping[str, Request],
+    request_of_arm: Mapping[str, Request],
     options: Mapping[str, Any],
     outcomes: Mapping[str, Outcome],
     session: Session,
     seconds: float,
 ) -> dict[str, list[LoadPoint]]:
-    """Send all requests, the arms in turns; return the points of each arm.
+    """Send requests of all arms, the arms in turns; return the points of each arm.
 
     Set stop reason and samples of the outcomes; samples are the seconds per request of closed
     blocks. An error of an arm becomes its outcome, and ends its blocks.
 
     Args:
-        requests: request of each arm.
+        request_of_arm: request of each arm.
         options: options of the kind, of which `clients`, `loads` and `rounds` are used.
         outcomes: outcomes of the arms.
         session: run and process.
@@ -230,31 +230,31 @@ def _serve(
     """
     loads = (CLOSED, *options["loads"])
     clients_and_loads = [(clients, load) for clients in options["clients"] for load in loads]
-    points = {
+    points_of_arm = {
         arm: {pair: LoadPoint(request, *pair) for pair in clients_and_loads}
-        for arm, request in requests.items()
+        for arm, request in request_of_arm.items()
     }
-    block_s = seconds / max(1, options["rounds"] * len(clients_and_loads) * len(requests))
+    block_s = seconds / max(1, options["rounds"] * len(clients_and_loads) * len(request_of_arm))
     rng = random.Random(session.seed)
     with ThreadPoolExecutor(max(options["clients"])) as threads:
         for clients, load in clients_and_loads * options["rounds"]:
-            for key in rng.sample(list(requests), len(requests)):
+            for key in rng.sample(list(request_of_arm), len(request_of_arm)):
                 if outcomes[key].status != "ok":
                     continue
                 session.note(f"{key}|{clients} clients, load {load:g}")
-                by_kind = points[key]
+                points = points_of_arm[key]
                 with outcomes[key].catching():
-                    by_kind[clients, load].send(threads, block_s, rng, by_kind[clients, CLOSED])
-    for key, by_kind in points.items():
+                    points[clients, load].send(threads, block_s, rng, points[clients, CLOSED])
+    for key, points in points_of_arm.items():
         outcomes[key].race_result.stop_reason = "budget"
         outcomes[key].race_result.samples = {
             phase_of(clients): [
                 (number, 1 / block.per_second)
-                for number, block in enumerate(by_kind[clients, CLOSED].blocks)
+                for number, block in enumerate(points[clients, CLOSED].blocks)
             ]
             for clients in options["clients"]
         }
-    return {key: list(by_kind.values()) for key, by_kind in points.items()}
+    return {key: list(points.values()) for key, points in points_of_arm.items()}
 
 
 def send_closed_block(
@@ -267,17 +267,17 @@ def send_closed_block(
     """
     start_barrier = threading.Barrier(clients)
 
-    def client(first: int) -> tuple[int, int, list[int]]:
+    def client(first_number: int) -> tuple[int, int, list[int]]:
         with torch.inference_mode():  # the mode of a thread
             start_barrier.wait()
             latencies_ns: list[int] = []
             start_ns = sent_ns = time.perf_counter_ns()
-            end_ns, number = start_ns + int(seconds * NS_PER_S), first
+            end_ns, request_number = start_ns + int(seconds * NS_PER_S), first_number
             while sent_ns < end_ns or not latencies_ns:
-                request(number)
+                request(request_number)
                 answered_ns = time.perf_counter_ns()
                 latencies_ns.append(answered_ns - sent_ns)
-                sent_ns, number = answered_ns, number + clients
+                sent_ns, request_number = answered_ns, request_number + clients
             return start_ns, sent_ns, latencies_ns
 
     return _run_clients(threads, client, clients)
@@ -301,20 +301,20 @@ def send_open_block(
 
     Latencies begin with the arrivals. An exception of a request is raised once all clients ended.
     """
-    numbers = itertools.count()
+    request_numbers = itertools.count()
     begin_ns = time.perf_counter_ns() + HEAD_START_NS
 
     def client(_: int) -> tuple[int, int, list[int]]:
         with torch.inference_mode():
-            latencies: list[int] = []
+            latencies_ns: list[int] = []
             answered_ns = begin_ns
-            while (number := next(numbers)) < len(times_ns):
-                arrival_ns = begin_ns + times_ns[number]
+            while (request_number := next(request_numbers)) < len(times_ns):
+                arrival_ns = begin_ns + times_ns[request_number]
                 _wait_until(arrival_ns)
-                request(number)
+                request(request_number)
                 answered_ns = time.perf_counter_ns()
-                latencies.append(answered_ns - arrival_ns)
-            return begin_ns, answered_ns, latencies
+                latencies_ns.append(answered_ns - arrival_ns)
+            return begin_ns, answered_ns, latencies_ns
 
     return _run_clients(threads, client, clients)
 

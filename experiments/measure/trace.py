@@ -64,7 +64,7 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
                 lengths,
                 name=table_names[table_index],
                 num_rows=rows_by_table[table_index],
-                num_warm=num_warm_batches,
+                num_warm_batches=num_warm_batches,
             )
         )
     analysis = analyse_together(lookups_by_table, cell.cache.fractions, num_warm_batches)

@@ -14,7 +14,7 @@ from experiments.results.metrics import GPU_BUSY, MARGIN, PROCESSES_FOR_A_VERDIC
 
 NOISY_SPREAD = 0.3  # `Run.median_spread` above which a notice calls the run noisy
 
-MODES = {
+MODE_NOTES = {
     Mode.hot.value: "Hot: executions follow each other, so that caches hold what the one before "
     "left there.",
     Mode.cold.value: "Cold: before each sample, and outside of its time, a buffer of twice the "
@@ -38,32 +38,32 @@ HOW_TO_READ = (
     "'parameters' counts weights; 'compression' divides the same tables as plain float32 by "
     "them; 'scratch' is the high-water mark of one step above what was allocated before it.",
 )
-HOST = (
+HOST_NOTE = (
     "'host' is the median time that a step's call takes on the host, while a spinning kernel keeps "
     f"the GPU busy. 'bound by' says host where the GPU works for less than {100 * GPU_BUSY:.0f} % "
     "of that time (in mode wall: where the call takes more than that share of the time to "
     "completion)."
 )
-SYNTHETIC = (
+SYNTHETIC_NOTE = (
     "Row ids are synthetic: uniform, or P(rank) ~ (rank + q)^-s sampled exactly, with ids "
     "shuffled by a seeded bijection unless the workload says 'ranked'."
 )
-PRODUCTION = (
+PRODUCTION_NOTE = (
     "'Production-like' ids are drawn from a distribution fitted to the published locality "
     "histograms of a 2022 production trace (docs/traces.md): how popular rows are is like it, "
     "nothing else is."
 )
-REPLAYED = (
+TRACE_NOTE = (
     "Of a trace, every process sees the first batches of the file, in its order; points.jsonl has "
     "the file's sha256."
 )
-ONE_PROCESS = (
+ONE_PROCESS_NOTE = (
     "A ratio is taken within each round, between each side's faster sample, so that what slows "
     "the machine for a moment does not count or slows both sides; shown is the median over the "
     "rounds. Processes differ by more than the rounds within one do, so one process gives neither "
     "an interval nor a verdict: timing.replicates=3 gives both."
 )
-PROCESSES = (
+PROCESSES_NOTE = (
     "A ratio is taken within each round, between each side's faster sample, so that what slows "
     "the machine for a moment does not count or slows both sides; a process's ratio is the median "
     "over its rounds. Shown are the mean over the processes (of logarithms) and its 95 % Student-t "
@@ -71,7 +71,7 @@ PROCESSES = (
     "spread between processes from all cells of the run, or their own if that is larger; one "
     "process has no interval."
 )
-VERDICTS = (
+VERDICTS_NOTE = (
     f"Verdicts need {PROCESSES_FOR_A_VERDICT} processes. 'slower' and 'faster': the interval "
     f"excludes 1 and the effect is beyond {100 * MARGIN:g} %. 'same': the whole interval is "
     f"within {100 * MARGIN:g} %. 'unsure': neither; 'smallest effect shown' is the smallest "
@@ -84,17 +84,17 @@ def how_to_read(run: Run) -> list[str]:
     """Return the notes that apply to this run; [] for kinds that do not compare by rounds."""
     if run.kind.reporting.comparability < Comparability.ROUNDS:
         return []
-    notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
+    notes = [HOW_TO_READ[0], *(MODE_NOTES[mode] for mode in run.modes if mode in MODE_NOTES)]
     has_intervals = max(run.processes_per_cell().values(), default=0) > 1
-    notes += [PROCESSES, VERDICTS] if has_intervals else [ONE_PROCESS]
+    notes += [PROCESSES_NOTE, VERDICTS_NOTE] if has_intervals else [ONE_PROCESS_NOTE]
     notes += HOW_TO_READ[1:]
     distributions = {record["params"].get("distribution") for record in run.records}
-    notes += [SYNTHETIC] if distributions & {"uniform", "zipf"} else []
-    notes += [PRODUCTION] if "production" in distributions else []
-    notes += [REPLAYED] if "trace" in distributions else []
+    notes += [SYNTHETIC_NOTE] if distributions & {"uniform", "zipf"} else []
+    notes += [PRODUCTION_NOTE] if "production" in distributions else []
+    notes += [TRACE_NOTE] if "trace" in distributions else []
     measured = MeasuredCeilings.from_environment(run.environment)
     notes += [f"'of gather' divides by {measured.gather_method}."] if measured.gather_gb_s else []
-    notes += [HOST] if any(record.get("wall_samples") for record in run.records) else []
+    notes += [HOST_NOTE] if any(record.get("wall_samples") for record in run.records) else []
     packages = sorted(
         {pair for record in run.records for pair in record.get("packages", {}).items()}
     )

@@ -102,7 +102,7 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
     return [
         Section(
             f"Mode: {mode}",
-            [notes.MODES.get(mode, "")],
+            [notes.MODE_NOTES.get(mode, "")],
             fold_label=f"Tables and figures, {mode}",
             figures=mode_figures[:1],
             parts=[*cases, Section(figures=mode_figures[1:])],

@@ -160,15 +160,16 @@ def _build(kind: type[T], values: Mapping[str, Any], location: str) -> T:
         raise ValueError(f"{location}: {str(error).splitlines()[0]}") from None
 
 
-EXACT, MEASURED = 0.02, 0.15  # relative deviation at which a figure still counts as reproduced
+EXACT_TOLERANCE = 0.02  # relative deviation at which an exact figure still counts as reproduced
+MEASURED_TOLERANCE = 0.15  # the same for a measured figure
 RULE = (
     f"The rule. A figure is judged if the same work was done, and, if it was measured, by the same "
-    f"program on the same device. It is 'reproduced' when ours is within {100 * EXACT:.0f} % of a "
-    f"figure that follows from sizes alone, which leaves room for another choice of factors, or "
-    f"our median within {100 * MEASURED:.0f} % of one that was measured, or ours within half a "
-    "unit of the last printed digit of either; otherwise it 'differs'. A figure that is not judged "
-    "is 'not run here', with the reason; where there is a number of ours it is still shown, and is "
-    "not divided by theirs."
+    f"program on the same device. It is 'reproduced' when ours is within "
+    f"{100 * EXACT_TOLERANCE:.0f} % of a figure that follows from sizes alone, which leaves room "
+    f"for another choice of factors, or our median within {100 * MEASURED_TOLERANCE:.0f} % of one "
+    "that was measured, or ours within half a unit of the last printed digit of either; otherwise "
+    "it 'differs'. A figure that is not judged is 'not run here', with the reason; where there is "
+    "a number of ours it is still shown, and is not divided by theirs."
 )
 
 
@@ -261,7 +262,7 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
     verdict, reason = Reproduction.NOT_RUN, _why_not_comparable(run, figure, row)
     if not reason:
-        allowed = EXACT if figure.nature is Nature.exact else MEASURED
+        allowed = EXACT_TOLERANCE if figure.nature is Nature.exact else MEASURED_TOLERANCE
         deviation = our_value / figure.value - 1
         is_close = abs(deviation) <= max(allowed, figure.last_digit / 2 / figure.value)
         verdict = Reproduction.REPRODUCED if is_close else Reproduction.DIFFERS

@@ -3,8 +3,8 @@
 A trace is a sequence of batches; a batch is a set of distinct rows with a number of lookups each. A
 cache in front of a table probes all rows of a batch before it changes, so that all lookups of a row
 hit or all miss. Then it may insert rows of the batch and evict any rows. A cache has only rows that
-were looked up before, and need not insert the rows that it missed. The first `num_warm` batches
-fill the cache and are not counted. A capacity is a number of rows.
+were looked up before, and need not insert the rows that it missed. The first `num_warm_batches`
+batches fill the cache and are not counted. A capacity is a number of rows.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class RowTrace:
 
     Attributes:
         rows: row of each access, int64 [accesses].
-        lookups: number of lookups of each access, int64 [accesses].
+        lookup_counts: number of lookups of each access, int64 [accesses].
         batch_starts: first access of each batch, and the number of accesses, int64 [batches + 1].
-        num_warm: number of first batches that are not counted.
+        num_warm_batches: number of first batches that are not counted.
         first_lookups: index in its batch of the first lookup of each access, int64 [accesses].
     """
 
     rows: Integers
-    lookups: Integers
+    lookup_counts: Integers
     batch_starts: Integers
-    num_warm: int
+    num_warm_batches: int
     first_lookups: Integers
 
     @classmethod
-    def of(cls, batches: Sequence[Integers], num_warm: int) -> RowTrace:
+    def of(cls, batches: Sequence[Integers], num_warm_batches: int) -> RowTrace:
         """Build from at least one batch of ids >= 0, int64 [lookups] in any order, with repetition.
 
-        `num_warm` is the number of first batches that are not counted.
+        `num_warm_batches` is the number of first batches that are not counted.
         """
         accesses = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         batch_starts = np.cumsum([0, *(len(rows) for rows, _, _ in accesses)])
-        rows, first_lookups, lookups = (
+        rows, first_lookups, lookup_counts = (
             np.concatenate(blocks).astype(np.int64) for blocks in zip(*accesses, strict=True)
         )
-        return cls(rows, lookups, batch_starts, num_warm, first_lookups)
+        return cls(rows, lookup_counts, batch_starts, num_warm_batches, first_lookups)
 
     @property
     def access_batches(self) -> Integers:
@@ -70,8 +70,8 @@ class RowTrace:
 
     def counted_batches(self) -> Iterator[slice]:
         """Yield the slice of accesses of each counted batch."""
-        for b in range(self.num_warm, len(self.batch_starts) - 1):
-            yield slice(int(self.batch_starts[b]), int(self.batch_starts[b + 1]))
+        for start, end in itertools.pairwise(self.batch_starts[self.num_warm_batches :].tolist()):
+            yield slice(start, end)
 
     def next_accesses(self) -> Integers:
         """Return per access the next access to its row, or NEVER."""
@@ -94,20 +94,24 @@ def shifted_accesses(rows: Integers, periods: int, fill: int) -> Integers:
 
 
 @dataclass(frozen=True)
-class Hits:
+class BatchHits:
     """Hits per counted batch: distinct rows that the cache had, and the lookups of these rows."""
 
-    rows: list[int]
-    lookups: list[int]
+    row_hits: list[int]
+    lookup_hits: list[int]
 
 
-def hits_per_batch(trace: RowTrace, is_hit: Bools) -> Hits:
+def hits_per_batch(trace: RowTrace, is_hit: Bools) -> BatchHits:
     """Return the hits per counted batch; `is_hit` is bool [accesses], for all of the trace."""
-    pairs = [(is_hit[s], trace.lookups[s]) for s in trace.counted_batches()]
-    return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
+    batches = list(trace.counted_batches())
+    lookup_hits = is_hit * trace.lookup_counts
+    return BatchHits(
+        [int(is_hit[accesses].sum()) for accesses in batches],
+        [int(lookup_hits[accesses].sum()) for accesses in batches],
+    )
 
 
-def offline_hits(trace: RowTrace, capacity: int) -> Hits:
+def offline_hits(trace: RowTrace, capacity: int) -> BatchHits:
     """Return the hits of Belady's MIN: no cache of `capacity` rows serves more accesses.
 
     After each batch the cache keeps, of its rows and the batch's, those that are looked up again
@@ -118,12 +122,14 @@ def offline_hits(trace: RowTrace, capacity: int) -> Hits:
     is_last = next_accesses == NEVER
     next_accesses = np.where(is_last, 0, next_accesses)  # valid indices; `is_last` masks them
     # A rank that has both criteria: the lowest is looked up soonest, then has the most lookups.
-    ranks_per_batch = int(trace.lookups.max(initial=0)) + 1
-    ranks = trace.access_batches[next_accesses] * ranks_per_batch - trace.lookups[next_accesses]
+    ranks_per_batch = int(trace.lookup_counts.max(initial=0)) + 1
+    ranks = (
+        trace.access_batches[next_accesses] * ranks_per_batch - trace.lookup_counts[next_accesses]
+    )
     ranks = np.where(is_last, NEVER, ranks)
     num_rows = int(trace.rows.max(initial=0)) + 1
     is_row_cached, rank_of_row = np.zeros(num_rows, bool), np.full(num_rows, NEVER)
-    warm_accesses = slice(0, int(trace.batch_starts[trace.num_warm]))
+    warm_accesses = slice(0, int(trace.batch_starts[trace.num_warm_batches]))
     warm_rows = trace.rows[warm_accesses]
     rank_of_row[warm_rows] = ranks[warm_accesses]  # a later access to a row overwrites
     cached_rows = _lowest_ranked(np.unique(warm_rows), rank_of_row, capacity)
@@ -151,12 +157,12 @@ def _lowest_ranked(rows: Integers, rank_of_row: Integers, capacity: int) -> Inte
     return rows[np.argpartition(rank_of_row[rows], capacity - 1)[:capacity]]
 
 
-def static_top_hits(trace: RowTrace, capacity: int) -> Hits:
+def static_top_hits(trace: RowTrace, capacity: int) -> BatchHits:
     """Return the hits of a cache of the `capacity` rows with the most lookups in the whole trace.
 
     Each of these rows is in the cache from its first access on.
     """
-    lookups_of_row = np.bincount(trace.rows, trace.lookups)
+    lookups_of_row = np.bincount(trace.rows, trace.lookup_counts)
     is_row_cached = np.zeros(len(lookups_of_row), bool)
     is_row_cached[np.argsort(-lookups_of_row, kind="stable")[:capacity]] = True
     is_first_access = np.ones(len(trace.rows), bool)
@@ -174,7 +180,7 @@ def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> flo
     prices bound the optimum from above; `num_steps` subgradient steps look for a low bound.
     """
     begin, end, gain, num_rows = _cacheable_intervals(trace)
-    num_batches = len(trace.batch_starts) - 1 - trace.num_warm
+    num_batches = len(trace.batch_starts) - 1 - trace.num_warm_batches
     price = np.zeros(num_batches)
     lowest_bound = float((gain * num_rows).sum())
     for step_index in range(num_steps):
@@ -206,11 +212,11 @@ def _cacheable_intervals(trace: RowTrace) -> tuple[Integers, Integers, Reals, Re
     next_accesses = trace.next_accesses()
     accesses = np.flatnonzero(next_accesses != NEVER)
     next_accesses = next_accesses[accesses]
-    batch_of_access = trace.access_batches - trace.num_warm
+    batch_of_access = trace.access_batches - trace.num_warm_batches
     is_counted = batch_of_access[next_accesses] >= 0
     begin = np.maximum(batch_of_access[accesses[is_counted]] + 1, 0)
     end = batch_of_access[next_accesses[is_counted]] + 1
-    gain = trace.lookups[next_accesses[is_counted]]
+    gain = trace.lookup_counts[next_accesses[is_counted]]
     intervals, num_rows = np.unique(np.stack([begin, end, gain]), axis=1, return_counts=True)
     begin, end, gain = intervals
     return begin, end, gain.astype(np.float64), num_rows.astype(np.float64)
@@ -238,7 +244,7 @@ class Policy(Enum):
     exact_lfu = "its lookups since its insertion"
 
 
-def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
+def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> BatchHits:
     """Run the trace through a fully associative cache; return the hits of the counted batches.
 
     The cache does not evict rows of the current batch; of rows with equal rank it evicts the lowest
@@ -249,7 +255,7 @@ def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     rank_of_row = np.zeros(num_rows, np.int64)
     is_hit = np.zeros(len(trace.rows), bool)
     for batch, (start, end) in enumerate(itertools.pairwise(trace.batch_starts)):
-        rows, lookups = trace.rows[start:end], trace.lookups[start:end]
+        rows, lookup_counts = trace.rows[start:end], trace.lookup_counts[start:end]
         is_cached = is_row_cached[rows]
         is_hit[start:end] = is_cached
         new_rows = rows[~is_cached][np.argsort(trace.first_lookups[start:end][~is_cached])]
@@ -265,19 +271,19 @@ def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
         if policy is Policy.exact_lru:
             rank_of_row[rows] = batch
         else:
-            rank_of_row[rows] = np.where(is_cached, rank_of_row[rows], 0) + lookups
+            rank_of_row[rows] = np.where(is_cached, rank_of_row[rows], 0) + lookup_counts
     return hits_per_batch(trace, is_hit)
 
 
-def counter_samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
+def counter_samples(trace: RowTrace, hits: BatchHits) -> dict[str, list[int]]:
     """Return the samples of a record: {counter: value per counted batch}.
 
     The counters are lookups, lookup_hits, rows and row_hits.
     """
     batches = list(trace.counted_batches())
     return {
-        "lookups": [int(trace.lookups[s].sum()) for s in batches],
-        "lookup_hits": hits.lookups,
-        "rows": [s.stop - s.start for s in batches],
-        "row_hits": hits.rows,
+        "lookups": [int(trace.lookup_counts[accesses].sum()) for accesses in batches],
+        "lookup_hits": hits.lookup_hits,
+        "rows": [accesses.stop - accesses.start for accesses in batches],
+        "row_hits": hits.row_hits,
     }

@@ -61,7 +61,7 @@ def batch_distances(trace: RowTrace) -> Ids:
     The derivation is that of `stack_distances`, with j < (first access of the batch) in place of
     j < i. So the count over the trace is reduced by the accesses j < i of the batch itself.
     """
-    order = np.lexsort((trace.lookups, trace.access_batches))
+    order = np.lexsort((trace.lookup_counts, trace.access_batches))
     previous = _previous_accesses(trace.rows[order])
     num_earlier = _count_earlier_at_most(previous)
     for begin, end in itertools.pairwise(trace.batch_starts):
@@ -226,9 +226,9 @@ class Lookups:
         """Return `row_of_lookup` batch by batch."""
         return np.split(self.row_of_lookup, self.starts[1:-1]) if self.batches else []
 
-    def trace(self, num_warm: int) -> RowTrace:
-        """Return the trace of distinct rows; the first `num_warm` batches are not counted."""
-        return RowTrace.of(self.slices(), num_warm)
+    def trace(self, num_warm_batches: int) -> RowTrace:
+        """Return the trace of distinct rows; `num_warm_batches` first batches are not counted."""
+        return RowTrace.of(self.slices(), num_warm_batches)
 
 
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
@@ -265,7 +265,7 @@ class TableNumbers(TypedDict):
 
 
 def analyse_table(
-    lookups: Lookups, bag_lengths: Ids, *, name: str, num_rows: int, num_warm: int
+    lookups: Lookups, bag_lengths: Ids, *, name: str, num_rows: int, num_warm_batches: int
 ) -> TableNumbers:
     """Analyse one table, with the hit rates of a cache for TABLE_CACHE_SHARE of its rows.
 
@@ -274,13 +274,13 @@ def analyse_table(
         bag_lengths: lookups per bag, of all bags.
         name: name of the table.
         num_rows: number of rows of the table; 0 if unknown: then the rows looked up are counted.
-        num_warm: number of first batches, which fill the cache and are not counted.
+        num_warm_batches: number of first batches, which fill the cache and are not counted.
     """
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
     per_batch = batch_counts(lookups)
     ranks = np.searchsorted(np.cumsum(counts), np.array(SHARES) * total - ROUNDING)
-    rates = hit_rates(lookups.trace(num_warm), [TABLE_CACHE_SHARE])
+    rates = hit_rates(lookups.trace(num_warm_batches), [TABLE_CACHE_SHARE])
     (offline,) = rates["offline"]
     (lru,) = (rate for rate in rates["lru"] if rate["cache_rows"] == offline["cache_rows"])
     return {
@@ -392,8 +392,8 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
     Sizes are rounded to whole rows, at least 1, and equal sizes are listed once. The batches that
     are not counted fill the caches.
     """
-    counted = slice(int(trace.batch_starts[trace.num_warm]), None)
-    distances, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
+    counted = slice(int(trace.batch_starts[trace.num_warm_batches]), None)
+    distances, num_lookups = batch_distances(trace)[counted], trace.lookup_counts[counted]
     total = int(num_lookups.sum())
 
     def hit_rate(size: int, lookups: int, rows: int) -> HitRate:
@@ -405,10 +405,10 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
         return hit_rate(size, int(num_lookups[is_hit].sum()), int(is_hit.sum()))
 
     def hit_rate_of_policy(
-        hits_of: Callable[[RowTrace, int], cache_bounds.Hits], size: int
+        hits_of: Callable[[RowTrace, int], cache_bounds.BatchHits], size: int
     ) -> HitRate:
         hits = hits_of(trace, size)
-        return hit_rate(size, sum(hits.lookups), sum(hits.rows))
+        return hit_rate(size, sum(hits.lookup_hits), sum(hits.row_hits))
 
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(fraction * distinct)) for fraction in fractions})

@@ -162,7 +162,7 @@ def test_a_gpu_is_described_with_what_would_make_it_steadier() -> None:
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process uses the processors while they are watched."""
-    monkeypatch.setattr(CpuTime, "shares", lambda self: (None, None))
+    monkeypatch.setattr(CpuTime, "usage_by_others", lambda self: (None, None))
 
 
 @pytest.mark.usefixtures("still")

@@ -88,23 +88,23 @@ def test_a_launcher_that_is_not_installed_says_what_to_type(
 
 
 def test_the_worst_status_is_what_a_script_must_know_of() -> None:
-    assert launch.worst([0, 0]) == 0
-    assert launch.worst([0, 6, 4]) == 4
-    assert launch.worst([5, 3, 0]) == 3
-    assert launch.worst([3, 1]) == 1
-    assert launch.worst([0, -9]) == 1  # killed
-    assert launch.worst([1, 130]) == 130
+    assert launch.worst_status([0, 0]) == 0
+    assert launch.worst_status([0, 6, 4]) == 4
+    assert launch.worst_status([5, 3, 0]) == 3
+    assert launch.worst_status([3, 1]) == 1
+    assert launch.worst_status([0, -9]) == 1  # killed
+    assert launch.worst_status([1, 130]) == 130
 
 
 def test_a_job_that_never_said_how_it_ended_is_a_broken_one(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0.json").write_text(json.dumps({"words": [], "status": None}))
-    assert launch.read_end(tmp_path, 0) == {
+    assert launch.read_job_result(tmp_path, 0) == {
         "status": 1,
         "seconds": 0.0,
         "last_line": "began and never ended: killed?",
     }
-    assert launch.read_end(tmp_path, 1)["last_line"] == "never began"
+    assert launch.read_job_result(tmp_path, 1)["last_line"] == "never began"
 
 
 # Processors
@@ -144,7 +144,7 @@ def test_which_gpus_may_be_used(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     text = "\n".join(LISTED.splitlines()[:2])
-    monkeypatch.setattr(launch, "_nvidia_smi", lambda: text)
+    monkeypatch.setattr(launch, "_run_nvidia_smi", lambda: text)
     assert [s.name for s in launch.list_gpus()] == names
     assert [s.visible for s in launch.list_gpus()] == visible
 
@@ -275,8 +275,8 @@ def test_a_launch_runs_its_jobs_one_after_another(
     assert capsys.readouterr().out.count("status 0") == 2
     (multi,) = (tmp_path / "multirun").iterdir()
     for number in range(2):
-        assert launch.read_end(multi, number)["words"][-1] == f"report.folder={tmp_path}"
-        assert f"seed={number + 1}" in launch.read_end(multi, number)["words"]
+        assert launch.read_job_result(multi, number)["words"][-1] == f"report.folder={tmp_path}"
+        assert f"seed={number + 1}" in launch.read_job_result(multi, number)["words"]
     pages = list((tmp_path / "tbe_vs_torch").glob("*/index.html"))
     assert len(pages) == 2
     assert all("How to read this" in page.read_text() for page in pages)
@@ -393,7 +393,7 @@ def test_the_exit_status_is_the_worst_of_the_jobs(tmp_path: Path) -> None:
     done = launch_runs(tmp_path / "runs", *words, env=environment)
     assert done.returncode == 5, done.stdout + done.stderr
     (multi,) = (tmp_path / "runs" / "multirun").iterdir()
-    ends = [launch.read_end(multi, number)["status"] for number in range(2)]
+    ends = [launch.read_job_result(multi, number)["status"] for number in range(2)]
     assert ends == [5, 0]
     saved = OmegaConf.load(multi / "multirun.yaml")
     assert saved is not None
@@ -428,7 +428,7 @@ def test_ctrl_c_ends_the_jobs_and_is_said(tmp_path: Path) -> None:
     output, _ = child.communicate(timeout=120)
     assert child.returncode == 130, output
     (multi,) = (tmp_path / "multirun").iterdir()
-    assert launch.read_end(multi, 0)["status"] == 130
+    assert launch.read_job_result(multi, 0)["status"] == 130
     assert list(tmp_path.glob("t*/*/index.html")), output
 
 

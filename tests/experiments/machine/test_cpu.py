@@ -55,10 +55,10 @@ def test_what_others_computed_is_what_was_not_ours(system: FakeSystem) -> None:
     time = CpuTime()
     system.spend(user=20.0, softirq=10.0, idle=8.0, iowait=2.0)  # 20 s on two cores
     system.own += 10.0
-    assert time.shares() == (0.0, pytest.approx(1.0))
+    assert time.usage_by_others() == (0.0, pytest.approx(1.0))
     system.own += 21.0
-    assert time.shares() == (0.0, 0.0)
+    assert time.usage_by_others() == (0.0, 0.0)
     short = CpuTime()
-    assert short.shares() == (None, None)
+    assert short.usage_by_others() == (None, None)
     system.spend(user=0.01)
-    assert short.shares() == (0.0, None)  # a tick is not a measure
+    assert short.usage_by_others() == (0.0, None)  # a tick is not a measure

@@ -53,7 +53,7 @@ def test_what_a_trace_counts_is_what_the_model_of_the_cache_counts(policy: str) 
         model = CacheModel(cache_sets(shapes, fraction), policy, [(0, 400), (400, 400)])
         expected = []
         for number, accesses in enumerate(trace.counted_batches(), start=1):
-            rows = np.repeat(trace.rows[accesses], trace.lookups[accesses]).tolist()
+            rows = np.repeat(trace.rows[accesses], trace.lookup_counts[accesses]).tolist()
             before = dict(model.totals)
             model.plan(rows, number, number)
             expected.append({k: model.totals[k] - before[k] for k in before})
@@ -179,6 +179,6 @@ def test_timed_contenders_say_what_their_cache_served(smoke_runs: Mapping[str, P
 def test_a_trace_knows_its_batches() -> None:
     trace = cache_bounds.RowTrace.of([np.array([4, 4, 2]), np.array([2])], 1)
     assert trace.rows.tolist() == [2, 4, 2]
-    assert trace.lookups.tolist() == [1, 2, 1]
+    assert trace.lookup_counts.tolist() == [1, 2, 1]
     assert trace.access_batches.tolist() == [0, 0, 1]
     assert trace.next_accesses().tolist() == [2, cache_bounds.NEVER, cache_bounds.NEVER]

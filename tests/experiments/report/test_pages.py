@@ -416,7 +416,7 @@ def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -
     report = (run.path / "report.md").read_text()
     assert report.count("## The Criteo-Kaggle tables") == 2
     assert "# Mode: hot" in report
-    assert notes.MODES["cold"] in report
+    assert notes.MODE_NOTES["cold"] in report
     page = (run.path / "index.html").read_text()
     assert '<h2 id="mode-hot">Mode: hot</h2>' in page
     assert page.count("<details>") == 3

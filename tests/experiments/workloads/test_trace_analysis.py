@@ -57,7 +57,7 @@ def recent_rows(trace: cache_bounds.RowTrace) -> list[int]:
             found.append(
                 len(order) - 1 - order.index(row) if row in order else trace_analysis.NEVER
             )
-        weights = trace.lookups[a:b].tolist()
+        weights = trace.lookup_counts[a:b].tolist()
         used = [row for _, row in sorted(zip(weights, rows, strict=True))]
         order = [row for row in order if row not in used] + used
     return found
@@ -162,7 +162,9 @@ def test_numbers_of_a_small_trace() -> None:
         "new": [2, 1, 0, 0],
     }
     lengths = np.array([4, 0, 3, 1])
-    found = trace_analysis.analyse_table(lookups, lengths, name="t0", num_rows=100, num_warm=1)
+    found = trace_analysis.analyse_table(
+        lookups, lengths, name="t0", num_rows=100, num_warm_batches=1
+    )
     assert (found["lookups"], found["distinct"], found["rows"]) == (8, 3, 100)
     assert found["batch_distinct_share"] == 5 / 8
     assert found["once"] == 1 / 3  # of the counts 4, 3, 1
