@@ -149,7 +149,8 @@ def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> st
     return (
         f"One pair of processes differs from itself by {100 * min_mad:.2g} to "
         f"{100 * points[noisiest_point]['mad']:.2g} % (median, best and worst point: "
-        f"{noisiest_point}); with {pairs} pairs the gate's margins are {100 * min(margins.values()):.2g} to "
+        f"{noisiest_point}); with {pairs} pairs "
+        f"the gate's margins are {100 * min(margins.values()):.2g} to "
         f"{100 * max(margins.values()):.2g} %."
     )
 

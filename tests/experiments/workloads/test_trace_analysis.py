@@ -322,4 +322,4 @@ def test_the_report_says_when_lookups_were_folded(run: Path) -> None:
 
 
 def test_how_to_read_names_the_law(smoke_runs: Mapping[str, Path]) -> None:
-    assert notes.PRODUCTION in notes.how_to_read(Run.read(smoke_runs["production"]))
+    assert notes.PRODUCTION_NOTE in notes.how_to_read(Run.read(smoke_runs["production"]))
