@@ -81,8 +81,8 @@ def check_sink(sink: Any) -> Sink:
     """
     if not callable(getattr(sink, "read", None)):
         raise TypeError(f"a log is in a sink, e.g. DirectorySink(path), got {sink!r}")
-    result: Sink = sink
-    return result
+    checked_sink: Sink = sink
+    return checked_sink
 
 
 class DirectorySink:
@@ -108,10 +108,10 @@ class DirectorySink:
 
     def __init__(self, directory: str | Path, segment_bytes: int = 64 << 20) -> None:
         self.directory = Path(directory).expanduser()
-        self._segment_bytes = check_count("segment_bytes", segment_bytes)
+        self._max_segment_bytes = check_count("segment_bytes", segment_bytes)
         self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
         self._process = os.getpid()  # which opened them; a forked one has copies of the handles
-        self._segment_number, self._segment_size = 0, 0  # number of the last segment, and its bytes
+        self._segment_number, self._segment_bytes = 0, 0  # of the last segment
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
         """See `Sink`; the record is synced to the disk."""
@@ -119,10 +119,11 @@ class DirectorySink:
             self.close()  # what follows finds the lock of the other process
         if self._lock < 0:
             self._open()
-        is_full = self._segment_size > 0 and self._segment_size + len(record) > self._segment_bytes
-        if self._file < 0 or is_full or (starts_segment and self._segment_size):
+        num_bytes = self._segment_bytes + len(record)
+        is_full = self._segment_bytes > 0 and num_bytes > self._max_segment_bytes
+        if self._file < 0 or is_full or (starts_segment and self._segment_bytes):
             self._next_segment()
-        os.ftruncate(self._file, self._segment_size)  # where an earlier error could not
+        os.ftruncate(self._file, self._segment_bytes)  # where an earlier error could not
         try:
             remaining = memoryview(record)
             while remaining:
@@ -130,10 +131,10 @@ class DirectorySink:
             os.fsync(self._file)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._segment_size)
+                os.ftruncate(self._file, self._segment_bytes)
             raise
-        self._segment_size += len(record)
-        return f"{self._segment_number}:{self._segment_size}"
+        self._segment_bytes += len(record)
+        return f"{self._segment_number}:{self._segment_bytes}"
 
     def _open(self) -> None:
         """Take the lock of the writer, and cut off the record that the last one left behind."""
@@ -147,9 +148,9 @@ class DirectorySink:
                 f"another log writes to {self.directory}: each rank needs a directory of its own"
             ) from error
         try:
-            segments = self._segments()
-            if segments:
-                self._segment_number, end = segments[-1], 0
+            segment_numbers = self._stable_segment_numbers()
+            if segment_numbers:
+                self._segment_number, end = segment_numbers[-1], 0
                 for stored in self._read_segment(self._segment_number, 0, is_last=True):
                     end = int(stored.position.split(":")[1])
                 os.truncate(self._segment_path(self._segment_number), end)
@@ -170,7 +171,7 @@ class DirectorySink:
             raise
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._segment_number, self._segment_size = file, self._segment_number + 1, 0
+        self._file, self._segment_number, self._segment_bytes = file, self._segment_number + 1, 0
 
     def read(self, after: str | None = None) -> Iterator[StoredRecord]:
         """See `Sink`; a position behind the end of the log begins with the oldest record.
@@ -179,17 +180,17 @@ class DirectorySink:
             LogError: a record is damaged.
             OSError: a file cannot be read.
         """
-        segments = self._segments()
-        first_segment, end = map(int, after.split(":")) if after else (0, 0)
-        if segments and (first_segment, end) > (
-            segments[-1],
-            self._segment_path(segments[-1]).stat().st_size,
+        segment_numbers = self._stable_segment_numbers()
+        first_segment, first_byte = map(int, after.split(":")) if after else (0, 0)
+        if segment_numbers and (first_segment, first_byte) > (
+            segment_numbers[-1],
+            self._segment_path(segment_numbers[-1]).stat().st_size,
         ):
-            first_segment, end = 0, 0  # the directory was emptied, and has another log
-        for number in segments:
+            first_segment, first_byte = 0, 0  # the directory was emptied, and has another log
+        for number in segment_numbers:
             if number >= first_segment:
-                begin = end if number == first_segment else 0
-                yield from self._read_segment(number, begin, is_last=number == segments[-1])
+                begin = first_byte if number == first_segment else 0
+                yield from self._read_segment(number, begin, is_last=number == segment_numbers[-1])
 
     def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[StoredRecord]:
         """Yield the records of one file from `begin` on; stop at one that is being written."""
@@ -199,17 +200,17 @@ class DirectorySink:
         except FileNotFoundError:
             return  # trimmed since it was listed
         with file:
-            size = os.fstat(file.fileno()).st_size
+            num_bytes = os.fstat(file.fileno()).st_size
             file.seek(begin)
-            while offset < size:
+            while offset < num_bytes:
                 location = f"{path} at byte {offset}"
                 prefix = file.read(PREFIX_BYTES)
                 is_torn = len(prefix) < PREFIX_BYTES
                 num_body_bytes = 0 if is_torn else body_bytes(prefix, location)
                 data = prefix + file.read(num_body_bytes)
                 end = offset + PREFIX_BYTES + num_body_bytes
-                if is_torn or end > size or not is_complete(data):
-                    if is_last and end >= size:
+                if is_torn or end > num_bytes or not is_complete(data):
+                    if is_last and end >= num_bytes:
                         return
                     raise LogError(
                         f"{location} is damaged: a record is not whole, and others follow; copy "
@@ -223,7 +224,7 @@ class DirectorySink:
 
         A reader in an older file thus continues with the segment of the position.
         """
-        for number in reversed(self._segments()):
+        for number in reversed(self._stable_segment_numbers()):
             if number < int(before.split(":")[0]):
                 self._segment_path(number).unlink(missing_ok=True)
 
@@ -236,16 +237,16 @@ class DirectorySink:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes that were forked have it, too
         # Each handle is forgotten before it is closed, so that no interrupt lets it be closed
         # twice: its number may be that of another file by then.
-        file, self._file, self._segment_size = self._file, -1, 0
+        file, self._file, self._segment_bytes = self._file, -1, 0
         if file >= 0: os.close(file)  # fmt: skip  # noqa: E701
         lock, self._lock = self._lock, -1
         if lock >= 0: os.close(lock)  # fmt: skip  # noqa: E701
 
-    def _segments(self) -> list[int]:
+    def _stable_segment_numbers(self) -> list[int]:
         """Return the numbers of the files; the writer may delete some while they are listed."""
-        numbers, previous = self._segment_numbers(), None
-        while numbers != previous:
-            numbers, previous = self._segment_numbers(), numbers
+        numbers, previous_numbers = self._segment_numbers(), None
+        while numbers != previous_numbers:
+            numbers, previous_numbers = self._segment_numbers(), numbers
         return numbers
 
     def _segment_numbers(self) -> list[int]:
@@ -278,7 +279,7 @@ class RedisSink:
         'model/rank_0'
     """
 
-    _BATCH = 16  # entries that one call reads; not measured
+    _ENTRIES_PER_READ = 16  # not measured
 
     def __init__(self, client: Any, stream: str) -> None:
         self.stream = stream
@@ -300,7 +301,7 @@ class RedisSink:
     def read(self, after: str | None = None) -> Iterator[StoredRecord]:
         """See `Sink`; a position behind the end of the stream yields nothing."""
         after = after or "0-0"
-        while response := self._client.xread({self.stream: after}, count=self._BATCH):
+        while response := self._client.xread({self.stream: after}, count=self._ENTRIES_PER_READ):
             for position, fields in dict(response)[self.stream.encode()]:
                 after = position.decode()
                 yield StoredRecord(after, fields[b"record"], f"{self.stream} at {after}")

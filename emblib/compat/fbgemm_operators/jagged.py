@@ -114,20 +114,20 @@ def segment_sum_csr(batch_size: SymInt, csr_seg: Tensor, values: Tensor) -> Tens
         RuntimeError: offsets on a CPU decrease or are outside [0, L].
     """
     check_offsets("csr_seg", csr_seg)
-    ends, is_float = csr_seg.long() * batch_size, values.is_floating_point()
-    if ends.device.type == "cpu" and type(ends) is Tensor:  # no fake tensor of a traced graph
+    offsets, is_float = csr_seg.long() * batch_size, values.is_floating_point()
+    if offsets.device.type == "cpu" and type(offsets) is Tensor:  # no fake tensor of a traced graph
         check(
-            int(ends[0]) >= 0
-            and int(ends[-1]) <= values.size(0)
-            and bool((ends.diff() >= 0).all()),
+            int(offsets[0]) >= 0
+            and int(offsets[-1]) <= values.size(0)
+            and bool((offsets.diff() >= 0).all()),
             "batch_size * csr_seg must increase within the number of values = "
-            f"{values.size(0)}, got {ends.tolist()}",
+            f"{values.size(0)}, got {offsets.tolist()}",
         )
-        values = values[: int(ends[-1])]
+        values = values[: int(offsets[-1])]
     if is_float:
-        return torch.segment_reduce(values, "sum", lengths=ends.diff(), initial=0.0, unsafe=True)
+        return torch.segment_reduce(values, "sum", lengths=offsets.diff(), initial=0.0, unsafe=True)
     sums = functional.pad(values.cumsum(0, dtype=torch.int64), (1, 0))
-    return sums.index_select(0, ends).diff().to(values.dtype)
+    return sums.index_select(0, offsets).diff().to(values.dtype)
 
 
 # Permutations
