@@ -135,7 +135,7 @@ class ComputedRows(NamedTuple):
     inverse: Tensor | None = None
 
 
-def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
+def _group_lookups(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
     """Group the lookups by row, and the rows by the halves that they share."""
     layout = batch.layout
     keys = _ops.tt_keys(batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables)
@@ -158,7 +158,7 @@ def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Co
 
     `cores` are the cores of all tables, table after table.
     """
-    groups, plan = _group(batch)
+    groups, plan = _group_lookups(batch)
     rows, left_values = _ops.tt_rows(
         cores, plan, *batch.layout.op_arguments(), num_saved, batch.matmul_code()
     )
@@ -330,7 +330,7 @@ def _add_chunk_gradients(
     else:
         left_value_size = _left_value_size(chunk_cores, chunk_batch.layout)
         empty = chunk_cores[0].new_empty(0, left_value_size, dtype=torch.float32)
-        chunk_rows = ComputedRows(*_group(chunk_batch), empty)
+        chunk_rows = ComputedRows(*_group_lookups(chunk_batch), empty)
     row_grads = _row_grads(chunk_grad, chunk_rows, chunk_batch, weights)
     chunk_grads = _core_grads(row_grads, chunk_rows, chunk_batch, chunk_cores)
     for total, core_grad in zip(core_grads[chunk.cores], chunk_grads, strict=True):
@@ -365,11 +365,11 @@ class DenseTTLookup(torch.autograd.Function):
         batch: TTLookup,
         sample_weights: Tensor | None,
         rule: autograd.UpdateRule,
-        shares: Mapping[int, ShareGradients],
+        share_functions: Mapping[int, ShareGradients],
         *cores: Tensor,
     ) -> Tensor:
         """Return the output of `pool`."""
-        ctx.batch, ctx.rule, ctx.shares = batch, rule, shares
+        ctx.batch, ctx.rule, ctx.share_functions = batch, rule, share_functions
         ctx.is_chunked = is_chunked(batch, sample_weights)
         if ctx.is_chunked:
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
@@ -401,7 +401,7 @@ class DenseTTLookup(torch.autograd.Function):
             )
             if not any(needs_core_grads):
                 return None, sample_grad, None, None, *(None for _ in cores)
-            for table, share_gradients in ctx.shares.items():
+            for table, share_gradients in ctx.share_functions.items():
                 _sum_shared_grads(core_grads, ctx.batch.layout.cores_of(table), share_gradients)
             return None, sample_grad, None, None, *core_grads
         computed, sample_weights, cores = _unpack_saved(ctx)
@@ -409,7 +409,7 @@ class DenseTTLookup(torch.autograd.Function):
         if any(needs_core_grads):
             row_grads = _row_grads(grad, computed, ctx.batch, sample_weights)
             core_grads = _core_grads(row_grads, computed, ctx.batch, cores)
-            for table, share_gradients in ctx.shares.items():
+            for table, share_gradients in ctx.share_functions.items():
                 _sum_shared_grads(core_grads, ctx.batch.layout.cores_of(table), share_gradients)
         sample_grad = None
         if needs_sample_grad:
@@ -439,16 +439,16 @@ class FusedTTLookup(torch.autograd.Function):
         rule: autograd.UpdateRule,
         batch: TTLookup,
         sample_weights: Tensor | None,
-        shares: Mapping[int, ShareGradients],
+        share_functions: Mapping[int, ShareGradients],
         frozen_cores: frozenset[int],
     ) -> Tensor:
         """Return the output of `pool`."""
         is_compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
         ctx.cores = cores
         ctx.is_chunked = is_chunked(batch, sample_weights)
-        ctx.versions = [] if is_compiling else [core._version for core in cores]
+        ctx.core_versions = [] if is_compiling else [core._version for core in cores]
         ctx.states, ctx.hyperparams, ctx.rule, ctx.batch = states, hyper, rule, batch
-        ctx.shares, ctx.frozen_cores = shares, frozen_cores
+        ctx.share_functions, ctx.frozen_cores = share_functions, frozen_cores
         if ctx.is_chunked:
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
@@ -477,14 +477,14 @@ class FusedTTLookup(torch.autograd.Function):
                 sample_grad = sample_grad * scale.to(sample_grad.device)
         if not trains:
             return None, None, None, None, None, None, sample_grad, None, None
-        if ctx.versions and ctx.versions != [core._version for core in cores]:
+        if ctx.core_versions and ctx.core_versions != [core._version for core in cores]:
             # Another backward has updated the cores, so values saved in forward are out of date.
             num_saved = computed.left_values.size(0)
             _, left_values = _ops.tt_rows(
                 cores, computed.plan, *batch.layout.op_arguments(), num_saved, batch.matmul_code()
             )
             computed = computed._replace(left_values=left_values)
-        if scale is None and not ctx.shares and not ctx.frozen_cores:
+        if scale is None and not ctx.share_functions and not ctx.frozen_cores:
             _update(
                 cores, ctx.states, ctx.hyperparams, ctx.rule, computed, batch, grad, sample_weights
             )
@@ -567,10 +567,10 @@ def _apply_core_grads(ctx: Any, core_grads: list[Tensor], is_finite: Tensor | No
         )
 
     layout = ctx.batch.layout
-    if len(layout.num_cores) == 1 and ctx.shares:
-        ctx.shares[0](core_grads, update)
+    if len(layout.num_cores) == 1 and ctx.share_functions:
+        ctx.share_functions[0](core_grads, update)
     else:
-        for table, share_gradients in ctx.shares.items():
+        for table, share_gradients in ctx.share_functions.items():
             _sum_shared_grads(core_grads, layout.cores_of(table), share_gradients)
         update(core_grads)
 
