@@ -35,14 +35,14 @@ from emblib.migration import (
 def _arguments(old: Any) -> dict[str, Any]:
     """Return constructor arguments of a training module of FBGEMM, with FBGEMM's enums."""
     types: Any = sys.modules[type(old).__module__]
-    args, kind = old.optimizer_args, old.optimizer.name
-    decay = old.weight_decay_mode.name
+    args, optimizer_name = old.optimizer_args, old.optimizer.name
+    decay_mode = old.weight_decay_mode.name
     ignored_options = _ignored_options(old)
-    has_decay = kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
-    if kind == "EXACT_ROWWISE_ADAGRAD" and decay == "NONE":
+    has_decay = optimizer_name.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
+    if optimizer_name == "EXACT_ROWWISE_ADAGRAD" and decay_mode == "NONE":
         has_decay = False  # FBGEMM ignores the rate
     has_decay = has_decay and "weight_decay" not in ignored_options
-    has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored_options
+    has_max_norm = optimizer_name == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored_options
     placements = old.weights_physical_placements
     arguments = {
         "embedding_specs": [
@@ -58,7 +58,7 @@ def _arguments(old: Any) -> dict[str, Any]:
         "stochastic_rounding": old.stochastic_rounding,
         "gradient_clipping": args.gradient_clipping,
         "max_gradient": args.max_gradient,
-        "max_norm": args.max_norm if has_norm else 0.0,
+        "max_norm": args.max_norm if has_max_norm else 0.0,
         "learning_rate": _shortest_decimal(old.get_learning_rate()),
         "eps": args.eps,
         "momentum": args.momentum,
@@ -84,11 +84,11 @@ def _arguments(old: Any) -> dict[str, Any]:
         arguments["cache_sets"] = old.lxu_cache_state.size(0)
         dtype = old.lxu_cache_weights.dtype
         arguments["cache_precision"] = types.SparseType.from_dtype(dtype)
-    if kind in ("PARTIAL_ROWWISE_ADAM", "ENSEMBLE_ROWWISE_ADAGRAD"):
-        number = 1 if kind == "PARTIAL_ROWWISE_ADAM" else 2
-        state = getattr(old, f"momentum{number}_dev")
+    if optimizer_name in ("PARTIAL_ROWWISE_ADAM", "ENSEMBLE_ROWWISE_ADAGRAD"):
+        momentum_number = 1 if optimizer_name == "PARTIAL_ROWWISE_ADAM" else 2
+        state = getattr(old, f"momentum{momentum_number}_dev")
         state_format = types.SparseType.from_dtype(state.dtype)
-        arguments["optimizer_state_dtypes"] = {f"momentum{number}": state_format}
+        arguments["optimizer_state_dtypes"] = {f"momentum{momentum_number}": state_format}
     return arguments
 
 
@@ -105,8 +105,8 @@ class _SameReporter:
 
 def _shortest_decimal(number: float) -> float:
     """Return the shortest decimal that rounds to a float32, e.g. 0.05 for 0.05000000074505806."""
-    short = float(f"{number:.7g}")
-    return short if torch.tensor(short, device="cpu").item() == number else number
+    decimal = float(f"{number:.7g}")
+    return decimal if torch.tensor(decimal, device="cpu").item() == number else number
 
 
 def _ignored_options(old: Any) -> list[str]:
@@ -129,10 +129,11 @@ def _options(old: Any, types: Any) -> dict[str, Any]:
 
     `types` is the module of FBGEMM that has their classes.
     """
-    args, kind, decay = old.optimizer_args, old.optimizer.name, old.weight_decay_mode.name
+    args, decay_mode = old.optimizer_args, old.weight_decay_mode.name
+    optimizer_name = old.optimizer.name
     private_attributes = vars(old)
     options: dict[str, Any] = {}
-    if decay == "COUNTER":
+    if decay_mode == "COUNTER":
         options["counter_based_regularization"] = types.CounterBasedRegularizationDefinition(
             counter_weight_decay_mode=types.CounterWeightDecayMode(args.weight_decay_mode),
             counter_halflife=args.counter_halflife,
@@ -145,22 +146,22 @@ def _options(old: Any, types: Any) -> dict[str, Any]:
             ),
             max_counter_update_freq=private_attributes["_max_counter_update_freq"],
         )
-    elif decay == "COWCLIP":
+    elif decay_mode == "COWCLIP":
         options["cowclip_regularization"] = types.CowClipDefinition(
             counter_weight_decay_mode=types.CounterWeightDecayMode(args.weight_decay_mode),
             counter_halflife=args.counter_halflife,
             weight_norm_coefficient=args.weight_norm_coefficient,
             lower_bound=args.lower_bound,
         )
-    elif decay == "DECOUPLE_GLOBAL":
+    elif decay_mode == "DECOUPLE_GLOBAL":
         options["global_weight_decay"] = types.GlobalWeightDecayDefinition(
             start_iter=old.gwd_start_iter, lower_bound=old.gwd_lower_bound
         )
-    if kind == "ENSEMBLE_ROWWISE_ADAGRAD":
+    if optimizer_name == "ENSEMBLE_ROWWISE_ADAGRAD":
         numbers = private_attributes["_ensemble_mode"]
         mode = types.StepMode(int(numbers["step_mode"]))
         options["ensemble_mode"] = types.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
-    elif kind == "EMAINPLACE_ROWWISE_ADAGRAD":
+    elif optimizer_name == "EMAINPLACE_ROWWISE_ADAGRAD":
         options["emainplace_mode"] = types.EmainplaceModeDefinition(
             **private_attributes["_emainplace_mode"]
         )
@@ -184,14 +185,14 @@ def step_of(module: Any) -> int:
 
 @torch.no_grad()
 def _copy_values(
-    source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counts_rows: bool
+    source: Any, target: Any, row_ids: Sequence[Tensor] | None = None, *, counts_rows: bool
 ) -> None:
     """Copy rows, optimizer states, step and learning rate from one module to another.
 
     Args:
         source: training module of FBGEMM or of emblib.
         target: such a module, which is written.
-        rows: row ids of `source` for the rows of `target`, per table; None for all rows.
+        row_ids: rows of `source` for the rows of `target`, per table; None for all rows.
         counts_rows: whether the optimizer counts how often rows are seen.
     """
     source.flush()
@@ -202,7 +203,7 @@ def _copy_values(
         pairs += zip(new_states, old_states, strict=True)  # SGD has none
     for t, pairs in enumerate(pairs_by_table):
         for new, old in pairs:
-            values = old if rows is None else old[rows[t].to(old.device)]
+            values = old if row_ids is None else old[row_ids[t].to(old.device)]
             new.copy_(values.view_as(new))
     step = step_of(source)
     if isinstance(target, fbgemm.SplitTableBatchedEmbeddingBagsCodegen):
@@ -252,9 +253,9 @@ class _ReplacedTBE(Replaced):
     def sizes(self) -> str:
         """Return a text with the numbers of tables and rows."""
         # Specs of inference modules begin with the name of the table.
-        rows = [rows for rows, *_ in self.old.embedding_specs if not isinstance(rows, str)]
-        rows = rows or [spec[1] for spec in self.old.embedding_specs]
-        return f"{len(rows)} tables, {sum(rows)} rows"
+        specs = self.old.embedding_specs
+        row_counts = [spec[1] if isinstance(spec[0], str) else spec[0] for spec in specs]
+        return f"{len(row_counts)} tables, {sum(row_counts)} rows"
 
 
 class ReplacedSplitTBE(_ReplacedTBE):
@@ -270,12 +271,12 @@ class ReplacedSplitTBE(_ReplacedTBE):
                 "emblib.compat.fbgemm, whose class takes the same arguments"
             )
         self._constructor_arguments = _arguments(old)
-        reporting: Any = _SameReporter(old.stats_reporter)
+        reporter_config: Any = _SameReporter(old.stats_reporter)
         with warnings.catch_warnings():  # of hyperparameters that the optimizer does not have
             warnings.filterwarnings("ignore", "emblib: .* no part", UserWarning)
             try:
                 new = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
-                    **self._constructor_arguments, stats_reporter_config=reporting
+                    **self._constructor_arguments, stats_reporter_config=reporter_config
                 )
             except (NotImplementedError, ValueError) as error:
                 raise NotMigrated(str(error)) from error
@@ -327,12 +328,12 @@ class ReplacedSplitTBE(_ReplacedTBE):
         Its backward updates the rows.
         """
         specs = self._constructor_arguments["embedding_specs"]
-        rows = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
+        row_ids = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
         smaller_specs = [
-            (len(row_ids), *spec[1:]) for row_ids, spec in zip(rows, specs, strict=True)
+            (len(table_ids), *spec[1:]) for table_ids, spec in zip(row_ids, specs, strict=True)
         ]
         module = type(self.old)(**{**self._constructor_arguments, "embedding_specs": smaller_specs})
-        _copy_values(self.new, module, rows, counts_rows=self._is_counted)
+        _copy_values(self.new, module, row_ids, counts_rows=self._is_counted)
         return module, []
 
 
@@ -480,15 +481,16 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
         """Return a module of FBGEMM with up to `max_rows` rows per table, and no optimizers."""
         specs = self.old.embedding_specs
-        rows = [chosen_rows(spec[1], max_rows, seed) for spec in specs]
+        row_ids = [chosen_rows(spec[1], max_rows, seed) for spec in specs]
         smaller_specs = [
-            (spec[0], len(row_ids), *spec[2:]) for row_ids, spec in zip(rows, specs, strict=True)
+            (spec[0], len(table_ids), *spec[2:])
+            for table_ids, spec in zip(row_ids, specs, strict=True)
         ]
         module = type(self.old)(**{**self._constructor_arguments, "embedding_specs": smaller_specs})
         module.initialize_weights()
-        pairs = zip(self.rows(module), self.rows(self.new), rows, strict=True)
-        for target, source, row_ids in pairs:
-            target.copy_(source[row_ids.to(source.device)])
+        copies = zip(self.rows(module), self.rows(self.new), row_ids, strict=True)
+        for target, source, table_ids in copies:
+            target.copy_(source[table_ids.to(source.device)])
         return module, []
 
 

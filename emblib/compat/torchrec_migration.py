@@ -321,18 +321,19 @@ class ReplacedCollection(Replaced):
 
         A table has at most `max_rows` rows; None takes all.
         """
-        module, rows = _smaller_collection(self.old, max_rows, seed)
+        module, row_ids = _smaller_collection(self.old, max_rows, seed)
         optimizers: list[TorchOptimizer] = []
-        pairs = zip(self.weights, self._tables, _table_modules(module).values(), rows, strict=True)
-        for weight, table, child, row_ids in pairs:
-            row_ids = row_ids.to(table.rows.device)
+        children = _table_modules(module).values()
+        tables = zip(self.weights, self._tables, children, row_ids, strict=True)
+        for weight, table, child, table_ids in tables:
+            table_ids = table_ids.to(table.rows.device)
             with torch.no_grad():
-                child.weight.copy_(table.rows[row_ids])
+                child.weight.copy_(table.rows[table_ids])
             if weight.trained is None or not weight.weight.requires_grad:
                 child.weight.requires_grad_(weight.weight.requires_grad)
                 continue
             optimizers.append(weight.trained.make_copy([child.weight]))
-            state = weight.state_of(table, row_ids)
+            state = weight.state_of(table, table_ids)
             if state:
                 optimizers[-1].state[child.weight] = state
         return module, optimizers
@@ -402,8 +403,8 @@ class ReplacedFusedCollection(ReplacedCollection):
         """Bytes of rows and optimizer states, before and after."""
         before, after = TrainingMemory(), TrainingMemory()
         for (module, number), table in zip(self._tbe_of_tables, self._tables, strict=True):
-            states = sum(state.nbytes for state in _states(module, number))
-            before += TrainingMemory(module.split_embedding_weights()[number].nbytes, states)
+            state_bytes = sum(state.nbytes for state in _states(module, number))
+            before += TrainingMemory(module.split_embedding_weights()[number].nbytes, state_bytes)
             after += table.memory
         return before, after
 
@@ -427,13 +428,13 @@ class ReplacedFusedCollection(ReplacedCollection):
             [torch.arange(len(table.rows), device="cpu") for table in self._tables],
         )
 
-    def _copy_into(self, tbes: Sequence[tuple[Any, int]], rows: Sequence[Tensor]) -> None:
-        """Copy the rows `rows[t]` of new table t, with states and step, into table t of `tbes`."""
-        for (module, number), table, row_ids in zip(tbes, self._tables, rows, strict=True):
-            row_ids = row_ids.to(table.rows.device)
-            module.split_embedding_weights()[number].copy_(table.rows[row_ids])
+    def _copy_into(self, tbes: Sequence[tuple[Any, int]], row_ids: Sequence[Tensor]) -> None:
+        """Copy rows `row_ids[t]` of new table t, with states and step, into table t of `tbes`."""
+        for (module, number), table, table_ids in zip(tbes, self._tables, row_ids, strict=True):
+            table_ids = table_ids.to(table.rows.device)
+            module.split_embedding_weights()[number].copy_(table.rows[table_ids])
             for new, old in _state_pairs(table, module, number):
-                old.copy_(new[row_ids].view_as(old))
+                old.copy_(new[table_ids].view_as(old))
             module.iter.fill_(int(table.module.step))
             module.iter_cpu.fill_(int(table.module.step))
             module.set_learning_rate(float(table.module.learning_rate))
@@ -443,9 +444,9 @@ class ReplacedFusedCollection(ReplacedCollection):
 
         Its backward updates the rows.
         """
-        module, rows = _smaller_collection(self.old, max_rows, seed)
+        module, row_ids = _smaller_collection(self.old, max_rows, seed)
         with torch.no_grad():
-            self._copy_into(_tbe_of_each_table(module), rows)
+            self._copy_into(_tbe_of_each_table(module), row_ids)
         return module, []
 
 
@@ -550,7 +551,7 @@ def _make_migrated(
 def _smaller_collection(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:
     """Return a collection of TorchRec with fewer rows, and the ids of these rows per table."""
     configs = _configs(old)
-    rows = [chosen_rows(config.num_embeddings, max_rows, seed) for config in configs]
+    row_ids = [chosen_rows(config.num_embeddings, max_rows, seed) for config in configs]
     options = _options(old)
     if hasattr(old, "_emb_modules"):
         options |= {
@@ -559,10 +560,10 @@ def _smaller_collection(old: Any, max_rows: int | None, seed: int) -> tuple[Any,
         }
     device = next(iter(_table_modules(old).values())).weight.device
     smaller_configs = [
-        replace(config, num_embeddings=len(row_ids))
-        for config, row_ids in zip(configs, rows, strict=True)
+        replace(config, num_embeddings=len(table_ids))
+        for config, table_ids in zip(configs, row_ids, strict=True)
     ]
-    return type(old)(tables=smaller_configs, device=device, **options), rows
+    return type(old)(tables=smaller_configs, device=device, **options), row_ids
 
 
 def _refuse_sharded(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
