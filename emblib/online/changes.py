@@ -67,7 +67,7 @@ class LookupHook:
     def __init__(self, tables: Sequence[PlainTable]) -> None:
         self.tables = list(tables)
         self._batches: list[tuple[Tensor, Tensor, Any]] = []  # ids, offsets, batch sizes
-        self._rows: dict[Identity, Tensor] = {}
+        self._ids: dict[Identity, Tensor] = {}  # distinct ids of earlier batches, by table
         self.num_forwards = 0
 
     @run_uncompiled
@@ -89,32 +89,32 @@ class LookupHook:
             self._make_distinct()
 
     def _make_distinct(self) -> None:
-        """Replace the recorded batches by the distinct rows of each table."""
-        rows_by_table = {identity: [rows] for identity, rows in self._rows.items()}
+        """Replace the recorded batches by the distinct ids of each table."""
+        ids_by_table = {identity: [ids] for identity, ids in self._ids.items()}
         for ids, offsets, batch_sizes in self._batches:
             valid_offsets = repair_offsets(offsets, ids.numel())
             num_bags = (valid_offsets.numel() - 1) // len(self.tables)
             sizes = [sum(s) for s in batch_sizes] if batch_sizes else [num_bags] * len(self.tables)
             begins = valid_offsets[[0, *accumulate(sizes)]].tolist()
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):
-                rows = as_keys(ids[begin:end])
+                table_ids = as_keys(ids[begin:end])
                 if not table.is_keyed:
-                    rows = rows[(rows >= 0) & (rows < table.num_rows)]
-                rows_by_table.setdefault(table.identity, []).append(rows)
-        self._rows = {key: torch.cat(rows).unique() for key, rows in rows_by_table.items()}
+                    table_ids = table_ids[(table_ids >= 0) & (table_ids < table.num_rows)]
+                ids_by_table.setdefault(table.identity, []).append(table_ids)
+        self._ids = {key: torch.cat(tensors).unique() for key, tensors in ids_by_table.items()}
         self._batches = []
 
-    def rows(self, identity: Identity) -> list[Tensor]:
+    def ids(self, identity: Identity) -> list[Tensor]:
         """Return the distinct rows or keys of a table that were looked up, in a list.
 
         The list is empty if the module has not looked up the table, else it has one int64 tensor.
         """
         self._make_distinct()
-        return [self._rows[identity]] if identity in self._rows else []
+        return [self._ids[identity]] if identity in self._ids else []
 
     def forget(self) -> None:
         """Forget all lookups."""
-        self._batches, self._rows, self.num_forwards = [], {}, 0
+        self._batches, self._ids, self.num_forwards = [], {}, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LookupHook, ([],)
@@ -138,15 +138,15 @@ class Lookups:
     def _current_steps(self) -> dict[int, int]:
         return {key: module.step for key, module in self._modules.items()}
 
-    def rows_of(self, module: Any, number: int) -> Tensor:
+    def ids_of(self, module: Any, number: int) -> Tensor:
         """Return the distinct rows or keys of a table that were looked up, int64, ascending.
 
         They are on the device of the table.
         """
         empty = torch.empty(0, dtype=torch.int64, device=module.hyperparams.device)
         identity = id(module), number
-        rows = [rows for _, hook in self._hooks for rows in hook.rows(identity)]
-        return torch.cat([empty, *rows]).unique()
+        ids = [ids for _, hook in self._hooks for ids in hook.ids(identity)]
+        return torch.cat([empty, *ids]).unique()
 
     def check(self) -> None:
         """Raise RuntimeError if rows may have changed that no hook has seen."""
@@ -201,7 +201,7 @@ class PlainChanges:
     """
 
     def __init__(self, model_tables: ModelTables, *, states: bool) -> None:
-        self._tables, self._states = model_tables.tables, states
+        self._tables, self._has_states = model_tables.tables, states
         for table in self._tables:
             if not isinstance(table.module, TableBatchedEmbeddingBags):
                 raise TypeError(
@@ -220,27 +220,27 @@ class PlainChanges:
         changes: ChangesByName = {}
         for table in self._tables:
             if lookups is None:
-                rows = torch.arange(table.num_rows, device="cpu")
+                row_ids = torch.arange(table.num_rows, device="cpu")
             else:
-                rows = lookups.rows_of(table.module, table.number)
-            changes.setdefault(table.name, []).append(self._copy(table, rows))
+                row_ids = lookups.ids_of(table.module, table.number)
+            changes.setdefault(table.name, []).append(self._copy(table, row_ids))
         return changes
 
-    def _copy(self, table: PlainTable, rows: Tensor) -> TableChange:
-        """Return the change of a table: copies of its `rows`, int64 `[n]`, on the host."""
+    def _copy(self, table: PlainTable, row_ids: Tensor) -> TableChange:
+        """Return the change of a table: copies of its rows `row_ids`, int64 `[n]`, on the host."""
         module = table.module
         module.flush()
         views = module.table_views()[table.number]
-        copied_rows = {name: view[rows.to(view.device)].cpu() for name, view in views.items()}
+        copied_rows = {name: view[row_ids.to(view.device)].cpu() for name, view in views.items()}
         weight = copied_rows.pop("weight")
         return TableChange(
-            rows.cpu() + table.first_row,
+            row_ids.cpu() + table.first_row,
             weight,
             torch.empty(0, dtype=torch.int64, device="cpu"),
-            copied_rows if self._states else {},
+            copied_rows if self._has_states else {},
             table.first_column,
             table.dim,
-            hyperparams=module.hyperparams.cpu().clone() if self._states else None,
+            hyperparams=module.hyperparams.cpu().clone() if self._has_states else None,
         )
 
 
@@ -283,7 +283,7 @@ class KeyedChanges:
     """
 
     def __init__(self, model: nn.Module, *, states: bool) -> None:
-        self._states = states
+        self._has_states = states
         self._shards = [
             _LoggedShard(name, location, number, len(table.owners))
             for name, table in tables_of(model).items()
@@ -349,12 +349,12 @@ class KeyedChanges:
             if lookups is not None:
                 removed_keys = removed_since(module.state, index, tick)
             if lookups is not None and module.state.backing is None:
-                entries = _entries_of(module.state, index, lookups.rows_of(module, index))
+                entries = _entries_of(module.state, index, lookups.ids_of(module, index))
             else:
                 first_tick = None if lookups is None else tick + 1
                 entries = table_entries(module.state, index, first_tick)
             rows = fallback.rows_of_shard(fallback.rows_of(module.state, index), number, num_shards)
-            if not self._states:
+            if not self._has_states:
                 rows = {key: rows[key] for key in ("keys", "weight") if key in rows}
             change = self._copy(location, entries, removed_keys)._replace(fallback=rows)
             changes.setdefault(name, []).append(change)
@@ -373,14 +373,14 @@ class KeyedChanges:
             entries.keys,
             weight,
             removed_keys,
-            rows if self._states else {},
+            rows if self._has_states else {},
             0,
             weight.size(1),
             entries.stamps,
             entries.scores,
             module.state.index.tick,
             module.state.index.hash_key(location.index),
-            module.hyperparams.cpu().clone() if self._states else None,
+            module.hyperparams.cpu().clone() if self._has_states else None,
         )
 
 

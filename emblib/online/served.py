@@ -265,18 +265,18 @@ class IndexedRows:
 
     def prepare(self, change: TableChange) -> Write:
         """Quantise the rows of keys."""
-        rows = self._served.rows
+        module = self._served.rows
         if not change.is_keyed:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
-        _check_dim(self._name, change, rows.tables[self._number].dim)
+        _check_dim(self._name, change, module.tables[self._number].dim)
         _check_fallback(self._name, change, self._index.fallback)
-        packed = _pack_rows(rows, self._number, change.weight)
-        device = rows.packed.device
+        packed = _pack_rows(module, self._number, change.weight)
+        device = module.packed.device
         removed_keys, keys = change.removed.to(device), change.keys.to(device)
         if not change.fallback:
             return lambda: self._apply(removed_keys, keys, packed)
         fallback_indices = range_indices(change.fallback["keys"], self._index.fallback).to(device)
-        fallback_rows = _pack_rows(rows, self._number, change.fallback["weight"])
+        fallback_rows = _pack_rows(module, self._number, change.fallback["weight"])
 
         def write() -> None:
             self._apply(removed_keys, keys, packed)
@@ -379,15 +379,15 @@ class IndexedRows:
 
     def _grow(self, num_rows: int) -> None:
         """Build a larger table; the rows of all tables of the module are copied."""
-        old_rows, free_rows = self._served.rows, self._unused_rows
+        old_module, free_rows = self._served.rows, self._unused_rows
         assert free_rows is not None
-        row_counts = [spec.rows for spec in old_rows.tables]
+        row_counts = [spec.rows for spec in old_module.tables]
         rows_before = row_counts[self._number]
         row_counts[self._number] = max(int(rows_before * _GROWTH_FACTOR), rows_before + num_rows)
-        rows = old_rows.with_rows(row_counts)
-        for view, old_view in zip(rows.table_views(), old_rows.table_views(), strict=True):
+        module = old_module.with_rows(row_counts)
+        for view, old_view in zip(module.table_views(), old_module.table_views(), strict=True):
             view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
-        self._served.rows = rows
+        self._served.rows = module
         added_rows = torch.arange(rows_before, row_counts[self._number], device=free_rows.device)
         self._unused_rows = torch.cat([free_rows, added_rows])
 
