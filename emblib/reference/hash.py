@@ -612,7 +612,7 @@ def evicted_rows(
     return keys, [matrix[slots[is_evicting]] for matrix in values], stamps, scores
 
 
-_MASK = 0xFFFFFFFF
+_UINT32_MASK = 0xFFFFFFFF
 _KEY_MODULUS = 100_000  # of `emblib.init.KeyModulo`
 
 
@@ -633,7 +633,7 @@ def initial_row(rule: Sequence[float], seed: int, stream: int, key: int, dim: in
         value = key % 2**64 % _KEY_MODULUS
         return torch.full((dim,), value, dtype=torch.float64, device="cpu")
     blocks = torch.arange(-(-dim // 4), device="cpu")
-    words = [key & _MASK, key >> 32 & _MASK, stream & _MASK]
+    words = [key & _UINT32_MASK, key >> 32 & _UINT32_MASK, stream & _UINT32_MASK]
     counters = torch.stack([*(torch.full_like(blocks, word) for word in words), blocks], dim=1)
     random = philox_counters(seed, counters).flatten()[:dim]
     if kind == InitialKind.UNIFORM:

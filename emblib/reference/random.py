@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
+_UINT32_MASK = 0xFFFFFFFF
 _PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)  # of words 0 and 2
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # of the two words of the key, per round
 _PHILOX_ROUNDS = 10
@@ -68,7 +68,9 @@ def philox(seed: int, blocks: Tensor) -> Tensor:
         int64 `[N, 4]` in [0, 2^32), on the device of `blocks`.
     """
     zero = torch.zeros_like(blocks)
-    return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
+    return philox_counters(
+        seed, torch.stack([blocks & _UINT32_MASK, blocks >> 32, zero, zero], dim=1)
+    )
 
 
 def philox_counters(seed: int, counters: Tensor) -> Tensor:
@@ -83,12 +85,14 @@ def philox_counters(seed: int, counters: Tensor) -> Tensor:
         int64 `[N, 4]` in [0, 2^32), on the device of `counters`.
     """
     c = list(counters.unbind(1))
-    keys = [seed & _MASK, seed >> 32 & _MASK]
+    keys = [seed & _UINT32_MASK, seed >> 32 & _UINT32_MASK]
     for _ in range(_PHILOX_ROUNDS):
         h0, l0 = _multiply_high_low(_PHILOX_FACTORS[0], c[0])
         h1, l1 = _multiply_high_low(_PHILOX_FACTORS[1], c[2])
         c = [h1 ^ c[1] ^ keys[0], l1, h0 ^ c[3] ^ keys[1], l0]
-        keys = [(key + step) & _MASK for key, step in zip(keys, _PHILOX_KEY_STEPS, strict=True)]
+        keys = [
+            (key + step) & _UINT32_MASK for key, step in zip(keys, _PHILOX_KEY_STEPS, strict=True)
+        ]
     return torch.stack(c, dim=1)
 
 

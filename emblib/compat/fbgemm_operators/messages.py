@@ -20,7 +20,7 @@ from torch.nn import functional
 from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
-# float32
+# of float32
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 _MIN_NORMAL = 2.0**-126

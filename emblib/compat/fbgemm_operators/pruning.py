@@ -13,7 +13,8 @@ from emblib.compat.fbgemm_operators.checks import check
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.compat.fbgemm_operators.remapping import mix, unsigned_modulo
 
-_FREE = -1
+_NO_ROW = -1  # row of an id that was pruned
+_FREE_KEY = -1  # key of a free slot of a map
 _UINT32_MASK = 0xFFFFFFFF
 
 
@@ -68,7 +69,7 @@ def _map_by_array(ids: Tensor, array_starts: Tensor, array_sizes: Tensor, rows: 
         return ids.clone()
     is_in_array = (ids >= 0) & (ids < array_sizes)
     mapped_rows = rows[torch.where(is_in_array, array_starts + ids, 0)].to(ids.dtype)
-    return torch.where(array_sizes > 0, torch.where(is_in_array, mapped_rows, _FREE), ids)
+    return torch.where(array_sizes > 0, torch.where(is_in_array, mapped_rows, _NO_ROW), ids)
 
 
 @operator("embedding_bag_rowwise_prune")
@@ -111,7 +112,7 @@ def embedding_bag_rowwise_prune(
         4 * (len(weight) + min_num_rows * num_columns) < min_save_ratio * 4 * weight.numel()
     ):
         return weight, torch.zeros(1, dtype=compressed_indices_dtype, device="cpu")
-    rows = torch.where(is_kept, is_kept.cumsum(0) - 1, _FREE)
+    rows = torch.where(is_kept, is_kept.cumsum(0) - 1, _NO_ROW)
     return weight[is_kept], rows.to(compressed_indices_dtype)
 
 
@@ -161,7 +162,7 @@ def pruned_hashmap_insert(
             are full; nothing is written.
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
-    is_stored = (dense_indices != _FREE) & (capacities > 0)
+    is_stored = (dense_indices != _NO_ROW) & (capacities > 0)
     start_slots = _first_slots(indices, capacities.clamp(min=1))
     entries = hash_table.tolist()
     insertions = torch.stack(
@@ -170,7 +171,7 @@ def pruned_hashmap_insert(
     for id_, row, map_start, num_slots, start_slot in insertions.t().tolist():
         for step in range(num_slots):
             position = map_start + (start_slot + step) % num_slots
-            if entries[position][0] in (_FREE, id_):
+            if entries[position][0] in (_FREE_KEY, id_):
                 entries[position] = [id_, row]
                 break
         else:
@@ -190,7 +191,7 @@ def pruned_hashmap_lookup(
     `pruned_hashmap_insert`.
     """
     map_starts, capacities = _map_ranges(indices, offsets, hash_table_offsets)
-    rows = torch.where(capacities > 0, torch.full_like(indices, _FREE), indices)
+    rows = torch.where(capacities > 0, torch.full_like(indices, _NO_ROW), indices)
     open_searches = torch.arange(indices.numel(), device=indices.device)[capacities > 0]
     start_slots = _first_slots(indices, capacities.clamp(min=1))
     for step in range(int(capacities.max()) if capacities.numel() else 0):
@@ -203,7 +204,7 @@ def pruned_hashmap_lookup(
         is_hit = entries[:, 0] == indices[open_searches]
         rows[open_searches[is_hit]] = entries[is_hit, 1].to(indices.dtype)
         open_searches = open_searches[
-            ~is_hit & (entries[:, 0] != _FREE) & (step + 1 < capacities[open_searches])
+            ~is_hit & (entries[:, 0] != _FREE_KEY) & (step + 1 < capacities[open_searches])
         ]
     return rows
 
@@ -224,7 +225,7 @@ class PrunedMap:
         num_slots = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
         # A table without slots would map every id to itself.
         map_offsets = torch.nn.functional.pad(num_slots.clamp(min=1).cumsum(0), (1, 0))
-        self._map = torch.full((int(map_offsets[-1]), 2), _FREE, device="cpu"), map_offsets
+        self._map = torch.full((int(map_offsets[-1]), 2), _FREE_KEY, device="cpu"), map_offsets
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
     def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:

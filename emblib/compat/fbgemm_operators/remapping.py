@@ -18,7 +18,7 @@ from torch import Tensor
 from emblib.compat.fbgemm_operators.checks import check, check_ids, check_one_per, check_same_length
 from emblib.compat.fbgemm_operators.registry import operator
 
-_FREE = -1
+_FREE = -1  # value of a free slot, and of its metadata
 _INT32_MODULUS = 2**31 - 1  # an int32 buffer stores ids modulo this number
 _SAMPLE_STEP = 23  # as in FBGEMM: a sample has every 23rd id
 _DECAY = 0.98  # as in FBGEMM: factor of the counts of uses at each pruning
