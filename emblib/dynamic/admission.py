@@ -153,9 +153,9 @@ class _ExactCounters(nn.Module):
 
         `missing_keys` must be ordered by table, except for padding. `mask` is bool `[L]`.
         """
-        length, padding_index = missing_keys.keys.numel(), self.counter_numbers.numel() - 1
+        length, padding_counter = missing_keys.keys.numel(), self.counter_numbers.numel() - 1
         tables = self.counter_of_table[missing_keys.tables]
-        is_counted = tables < padding_index
+        is_counted = tables < padding_counter
         if mask is not None:
             is_counted = is_counted & mask
         positions = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
@@ -163,7 +163,7 @@ class _ExactCounters(nn.Module):
             values.new_zeros(length + 1).scatter_(0, positions, values)[:length]
             for values in (missing_keys.keys, missing_keys.counts)
         )
-        counters = torch.where(is_counted, tables, padding_index)
+        counters = torch.where(is_counted, tables, padding_counter)
         sizes = torch.zeros_like(self.counter_numbers).scatter_add_(
             0, counters, torch.ones_like(counters)
         )
@@ -173,13 +173,17 @@ class _ExactCounters(nn.Module):
 
     def count(self, missing_keys: MissingKeys, effects: Effects) -> Tensor:
         """Count the misses, and return their counts so far, int64 `[L]`; 0 for other tables."""
-        selected = self.select(missing_keys)
-        slots = self.index.insert(selected.batch, selected.counts, effects=effects).slots
+        selected_misses = self.select(missing_keys)
+        slots = self.index.insert(
+            selected_misses.batch, selected_misses.counts, effects=effects
+        ).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
-        first_slots = first_buckets[hash.segments_of(selected.batch)] * hash.SLOTS_PER_BUCKET
+        first_slots = first_buckets[hash.segments_of(selected_misses.batch)] * hash.SLOTS_PER_BUCKET
         scores = self.index.entries[first_slots + slots.clamp(min=0), HashEntryColumn.SCORE]
-        counts = effects.call_once(torch.ops.aten.where.self, slots < 0, selected.counts, scores)
-        return torch.cat([counts, counts.new_zeros(1)])[selected.positions]
+        counts = effects.call_once(
+            torch.ops.aten.where.self, slots < 0, selected_misses.counts, scores
+        )
+        return torch.cat([counts, counts.new_zeros(1)])[selected_misses.positions]
 
     def forget(self, missing_keys: MissingKeys, mask: Tensor) -> None:
         """Remove from the counters the missing keys that `mask`, bool `[L]`, marks."""
@@ -236,22 +240,26 @@ class _ExactCounters(nn.Module):
         if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        missing_names, unexpected = arguments[2], arguments[3]
+        missing_keys, unexpected_keys = arguments[2], arguments[3]
         hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
         for counter in range(self.counter_numbers.numel() - 1):
-            names = [f"{prefix}{counter}.{entry}" for entry in _COUNTER_ENTRIES]
-            absent_names = [name for name in names if name not in state_dict]
-            missing_names.extend(absent_names)
-            unexpected[:] = [name for name in unexpected if name not in names]
-            if not absent_names:
-                keys, counts = (state_dict[name] for name in names)
+            keys_of_counter = [f"{prefix}{counter}.{entry}" for entry in _COUNTER_ENTRIES]
+            absent_keys = [
+                state_key for state_key in keys_of_counter if state_key not in state_dict
+            ]
+            missing_keys.extend(absent_keys)
+            unexpected_keys[:] = [
+                state_key for state_key in unexpected_keys if state_key not in keys_of_counter
+            ]
+            if not absent_keys:
+                keys, counts = (state_dict[state_key] for state_key in keys_of_counter)
                 self.set_counts(counter, keys, counts, int(hash_keys[counter]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counters in a state dict."""
         vector = torch.empty(0, dtype=torch.int64, device="cpu")
         for counter in range(self.counter_numbers.numel() - 1):
-            key, size = f"{prefix}{counter}.keys", 0
+            key, num_keys = f"{prefix}{counter}.keys", 0
             if key in state_dict:
                 keys = state_dict[key]
                 problem = state_dicts.tensor_problem(keys, vector, (None,))
@@ -260,8 +268,8 @@ class _ExactCounters(nn.Module):
                 if problem:
                     yield f"{key}: {problem}"
                     continue
-                size = len(keys)
-            counts = {f"{prefix}{counter}.counts": vector.new_empty(size)}
+                num_keys = len(keys)
+            counts = {f"{prefix}{counter}.counts": vector.new_empty(num_keys)}
             yield from state_dicts.count_problems(state_dict, counts)
         hash_keys = f"{prefix}index.{HASH_KEYS}"
         yield from state_dicts.entry_problems(state_dict, {hash_keys: self.index.hash_keys})
@@ -270,8 +278,8 @@ class _ExactCounters(nn.Module):
 class _FadingCounters(NamedTuple):
     """The counters of a sketch of which each is halved once per `halve_every` batches."""
 
-    begin: int  # first counter
-    size: int  # number of counters
+    first_counter: int  # first counter
+    num_counters: int  # number of counters
     halve_every: int  # in training batches
 
 
@@ -299,24 +307,35 @@ class _Sketches(nn.Module):
         super().__init__()
         self._fading: list[_FadingCounters] = []
         layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64, device="cpu")
-        begin = max_threshold = 0
+        first_counter = max_threshold = 0
         for t in table_indices:
             frequency = _admission_of(specs[t])
             sketch = frequency.counter
             assert isinstance(sketch, CountMinSketch)
-            size = sketch.width * sketch.depth
-            columns = begin, sketch.width, sketch.depth, frequency.max_threshold, hash_keys[t]
-            layout[t] = torch.tensor(columns, device="cpu")  # see `_SketchColumn`
+            num_counters = sketch.width * sketch.depth
+            fields = (
+                first_counter,
+                sketch.width,
+                sketch.depth,
+                frequency.max_threshold,
+                hash_keys[t],
+            )
+            layout[t] = torch.tensor(fields, device="cpu")  # see `_SketchColumn`
             if sketch.halve_every is not None:
-                self._fading.append(_FadingCounters(begin, size, sketch.halve_every))
-            begin, max_threshold = begin + size, max(max_threshold, frequency.max_threshold)
+                self._fading.append(
+                    _FadingCounters(first_counter, num_counters, sketch.halve_every)
+                )
+            first_counter, max_threshold = (
+                first_counter + num_counters,
+                max(max_threshold, frequency.max_threshold),
+            )
         self.depth = int(layout[:, _SketchColumn.DEPTH].max())
         if max_threshold < 2**8:
             dtype = torch.uint8
         else:
             dtype = torch.int32 if max_threshold < 2**31 else torch.int64
         # Keys of tables without a sketch, and padding, use the spare counter.
-        counters = torch.zeros(begin + 1, dtype=dtype, device=device)
+        counters = torch.zeros(first_counter + 1, dtype=dtype, device=device)
         self.register_buffer("counters", counters)
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_buffer("layout", layout.to(device), persistent=False)
@@ -328,9 +347,9 @@ class _Sketches(nn.Module):
         """
         self.fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
-        mixed = mix(missing_keys.keys ^ hash_key)
-        hash_1, hash_2 = mixed & _LOW_31_BITS, mixed >> 33 & _LOW_31_BITS | 1
-        rows = torch.arange(self.depth, device=mixed.device)[:, None]
+        hashes = mix(missing_keys.keys ^ hash_key)
+        hash_1, hash_2 = hashes & _LOW_31_BITS, hashes >> 33 & _LOW_31_BITS | 1
+        rows = torch.arange(self.depth, device=hashes.device)[:, None]
         column = ((hash_1 + rows * hash_2 & _LOW_31_BITS) * width) >> 31
         spare_counter = self.counters.numel() - 1
         cells = torch.where(rows < depth, begin + rows * width + column, spare_counter)
@@ -346,11 +365,14 @@ class _Sketches(nn.Module):
     def fade(self, effects: Effects) -> None:
         """Halve the counters whose turn it is in this batch, and count the batch."""
         num_batches = effects.call_once(torch.ops.aten.clone.default, self.batches)
-        for begin, size, halve_every in self._fading:
-            part = num_batches % halve_every
-            first_cell, end_cell = part * size // halve_every, (part + 1) * size // halve_every
-            cells = first_cell + torch.arange(-(-size // halve_every), device=part.device)
-            cells = torch.where(cells < end_cell, begin + cells, self.counters.numel() - 1)
+        for first_counter, num_counters, halve_every in self._fading:
+            turn = num_batches % halve_every
+            first_cell, end_cell = (
+                turn * num_counters // halve_every,
+                (turn + 1) * num_counters // halve_every,
+            )
+            cells = first_cell + torch.arange(-(-num_counters // halve_every), device=turn.device)
+            cells = torch.where(cells < end_cell, first_counter + cells, self.counters.numel() - 1)
             halved = effects.call_once(torch.ops.aten.clone.default, self.counters[cells] // 2)
             self.counters[cells] = halved
         effects.call_once(torch.ops.aten.add_.Scalar, self.batches, 1)
@@ -369,15 +391,15 @@ class _Sketches(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
+        name, (unexpected_keys, errors) = prefix + HASH_KEYS, arguments[3:]
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         hash_keys = self.layout[:-1, _SketchColumn.HASH_KEY]
-        saved = state_dict.get(name, torch.zeros_like(hash_keys))
+        saved_hash_keys = state_dict.get(name, torch.zeros_like(hash_keys))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        unexpected[:] = [key for key in unexpected if key != name]
+        unexpected_keys[:] = [key for key in unexpected_keys if key != name]
         if f"{prefix}counters" in state_dict:
-            hash_keys.copy_(saved)
+            hash_keys.copy_(saved_hash_keys)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the sketches in a state dict."""
@@ -414,16 +436,20 @@ class Admission(nn.Module):
         self.specs = tuple(specs)
         feature_tables = range(len(specs)) if feature_tables is None else feature_tables
         hash_keys = [0] * len(self.specs) if hash_keys is None else hash_keys
-        exact, sketched = (
+        exact_tables, sketched_tables = (
             [t for t, spec in enumerate(specs) if _counts_with(spec, kind)]
             for kind in (ExactCounter, CountMinSketch)
         )
-        self._exact_tables = exact
-        self.counter = _ExactCounters(exact, specs, device, hash_keys) if exact else None
-        self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
-        table_thresholds = [s.admission.threshold if s.admission else 0 for s in specs]
+        self._exact_tables = exact_tables
+        self.counter = (
+            _ExactCounters(exact_tables, specs, device, hash_keys) if exact_tables else None
+        )
+        self.sketches = (
+            _Sketches(sketched_tables, specs, device, hash_keys) if sketched_tables else None
+        )
+        table_thresholds = [spec.admission.threshold if spec.admission else 0 for spec in specs]
         self._is_per_feature = any(isinstance(value, PerFeature) for value in table_thresholds)
-        max_thresholds = [s.admission.max_threshold if s.admission else 0 for s in specs]
+        max_thresholds = [spec.admission.max_threshold if spec.admission else 0 for spec in specs]
         for name, thresholds in (
             # The last threshold is for padding, whose result is ignored.
             ("thresholds", [*max_thresholds, 0]),
@@ -484,9 +510,11 @@ class Admission(nn.Module):
         """
         groups = misses.groups.long()
         thresholds = self.feature_thresholds[hash.segments_of(keys)]
-        smallest = torch.full((length + 1,), hash.MAX_USES, device=groups.device)
-        smallest.scatter_reduce_(0, torch.where(groups < 0, length, groups), thresholds, "amin")
-        return smallest[:length]
+        smallest_thresholds = torch.full((length + 1,), hash.MAX_USES, device=groups.device)
+        smallest_thresholds.scatter_reduce_(
+            0, torch.where(groups < 0, length, groups), thresholds, "amin"
+        )
+        return smallest_thresholds[:length]
 
     def decide(
         self,
@@ -518,10 +546,10 @@ class Admission(nn.Module):
         is_admitted = counts >= thresholds
         for table, spec in enumerate(self.specs):
             if spec.admission is not None and spec.admission.rule is not None:
-                (of_table,) = (missing_keys.tables == table).nonzero(as_tuple=True)
-                decisions = spec.admission.rule(missing_keys.keys[of_table], counts[of_table])
+                (positions,) = (missing_keys.tables == table).nonzero(as_tuple=True)
+                decisions = spec.admission.rule(missing_keys.keys[positions], counts[positions])
                 name = spec.name or table
-                is_admitted[of_table] = _checked_decisions(name, decisions, of_table)
+                is_admitted[positions] = _checked_decisions(name, decisions, positions)
         if self.counter is not None:
             self.counter.forget(missing_keys, is_admitted)
         return is_admitted
@@ -661,10 +689,10 @@ def _checked_decisions(name: str | int, decisions: Any, keys: Tensor) -> Tensor:
     """
     is_tensor = isinstance(decisions, Tensor)
     if not is_tensor or decisions.dtype != torch.bool or decisions.shape != keys.shape:
-        described = f"{decisions.dtype} {list(decisions.shape)}" if is_tensor else decisions
+        description = f"{decisions.dtype} {list(decisions.shape)}" if is_tensor else decisions
         raise ValueError(
             f"the admission rule of table {name!r} must return bool {list(keys.shape)}, got "
-            f"{described}"
+            f"{description}"
         )
     result: Tensor = decisions.to(keys.device)
     return result

@@ -209,9 +209,12 @@ class MemoryBudget:
             self._used_bytes()  # drops the tables of deleted modules
             return [
                 BudgetedTable(
-                    t.name, t.limit * t.bucket_bytes, t.limit * SLOTS_PER_BUCKET, t.pressure
+                    table.name,
+                    table.limit * table.bucket_bytes,
+                    table.limit * SLOTS_PER_BUCKET,
+                    table.pressure,
                 )
-                for t in self._growable_tables()
+                for table in self._growable_tables()
             ]
 
     def _used_bytes(self) -> int:
@@ -233,7 +236,8 @@ class MemoryBudget:
         """
         with self._lock:
             reserved_bytes = (
-                sum(t.reserved_bytes for t in self._growable_tables()) - table.reserved_bytes
+                sum(growable_table.reserved_bytes for growable_table in self._growable_tables())
+                - table.reserved_bytes
             )
             free_bytes = max(0, self.nbytes - self._used_bytes() - reserved_bytes)
             num_new_buckets = min(buckets - table.limit, free_bytes // table.bucket_bytes)
@@ -262,10 +266,14 @@ class MemoryBudget:
             free_bytes = self.nbytes - self._used_bytes()
             for table in self._growable_tables():
                 table.reserved_bytes = 0  # what a receiver did not take is free for all
-            published = [(t, t.pressure) for t in self._growable_tables() if t.pressure is not None]
+            pressures = [
+                (table, table.pressure)
+                for table in self._growable_tables()
+                if table.pressure is not None
+            ]
             receivers = [
                 (pressure.evicted_age, table)
-                for table, pressure in published
+                for table, pressure in pressures
                 if pressure.evicted_keys
                 and free_bytes < table.bucket_bytes
                 and table.limit < table.max_buckets
@@ -275,14 +283,14 @@ class MemoryBudget:
             receiver_age, receiver = min(receivers, key=lambda pair: pair[0])
             donors = [
                 (pressure.lowest_age, table)
-                for table, pressure in published
+                for table, pressure in pressures
                 if table is not receiver and table.can_shrink and table.limit > table.min_buckets
             ]
             donor_age, donor = max(donors, key=lambda pair: pair[0], default=(0.0, receiver))
             if donor_age <= self.ratio * max(receiver_age, 1.0):  # ages below a step count as one
                 return
-            enough_for_receiver = -(-receiver.bucket_bytes // donor.bucket_bytes)
-            num_buckets = max(donor.min_freed_buckets(self.share), enough_for_receiver)
+            num_for_receiver = -(-receiver.bucket_bytes // donor.bucket_bytes)
+            num_buckets = max(donor.min_freed_buckets(self.share), num_for_receiver)
             donor.target_buckets = max(donor.min_buckets, donor.limit - num_buckets)
             donor.receiver = receiver
             # Neither table takes part again before it has published.
@@ -372,17 +380,17 @@ class _BudgetedModule:
     ) -> _BudgetedModule:
         """Make the object for a module, with `table_names` by number; change nothing else."""
         tables, fixed_bytes = [], 0
-        for number, spec in enumerate(state.specs):
-            buckets = state.index.buckets(number)
+        for table_number, spec in enumerate(state.specs):
+            buckets = state.index.buckets(table_number)
             slot_bytes = hash.bytes_per_slot(state.index.order, "cpu") + _VERSION_BYTES
-            bucket_bytes = SLOTS_PER_BUCKET * (state.moved_bytes(number) + slot_bytes)
-            fixed_bytes += spec.fallback_rows * state.layout.row_bytes(number)
+            bucket_bytes = SLOTS_PER_BUCKET * (state.moved_bytes(table_number) + slot_bytes)
+            fixed_bytes += spec.fallback_rows * state.layout.row_bytes(table_number)
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
                 continue
             table = _GrowableTable(
-                number=number,
-                name=table_names.get(number, state.table_names[number]),
+                number=table_number,
+                name=table_names.get(table_number, state.table_names[table_number]),
                 bucket_bytes=bucket_bytes,
                 min_buckets=spec.buckets,
                 max_buckets=spec.max_buckets,
@@ -399,7 +407,7 @@ class _BudgetedModule:
     @property
     def nbytes(self) -> int:
         """Return the bytes that the tables may use now."""
-        return self._fixed_bytes + sum(t.limit * t.bucket_bytes for t in self.tables)
+        return self._fixed_bytes + sum(table.limit * table.bucket_bytes for table in self.tables)
 
     def grant(self, number: int, buckets: int) -> int:
         """Raise a table's limit towards a number of buckets; return how many of them it may have.

@@ -343,11 +343,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         Raises:
             RuntimeError: see `forward`: a repetition after a change, or a captured lookup.
         """
-        running = checkpointed_forward(training=self.training)
-        if running is not None and running.is_recomputation:
-            self._check_choice(running.recall(self))
+        forward = checkpointed_forward(training=self.training)
+        if forward is not None and forward.is_recomputation:
+            self._check_choice(forward.recall(self))
             return False
-        with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
+        with_grad = torch.is_grad_enabled() or (forward is not None and forward.trains_without_grad)
         is_counted = self.training and with_grad
         if is_counted:
             if self.cache.every and is_captured(self.counters):
@@ -357,8 +357,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                     "steps, and capture again afterwards"
                 )
             self._populate_due_tables()
-        if running is not None:
-            running.note(self, self._choice_number)
+        if forward is not None:
+            forward.note(self, self._choice_number)
         return is_counted
 
     def _has_stored_rows(self) -> bool:
@@ -408,8 +408,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 f"offsets must have F * B + 1 entries for {num_features} features, got "
                 f"{num_bags + 1}"
             )
-        layout = self._bag_layout(offsets, batch_sizes)
-        return check_bounds(self, indices, offsets, self.features, layout)
+        bag_layout = self._bag_layout(offsets, batch_sizes)
+        return check_bounds(self, indices, offsets, self.features, bag_layout)
 
     def _bag_layout(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -432,8 +432,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
         """Split a batch into lookups of the cores, lookups of stored rows, and keys to count."""
-        num_features, layout = len(self.rows_of_features), self._bag_layout(offsets, batch_sizes)
-        ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
+        num_features = len(self.rows_of_features)
+        bag_layout = self._bag_layout(offsets, batch_sizes)
+        ids: Tensor = _ops.tt_keys(indices, offsets, bag_layout, self.id_tables)
         starts = feature_starts(offsets, num_features, batch_sizes)
         keys = ids
         if num_features > 1 or self.trains.feature_tables[0] != 0:  # else its keys are its ids
@@ -448,9 +449,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _to_keys(self, ids: Tensor, starts: Tensor) -> Tensor:
         """Return keys, int64 `[L]`: each id plus the first key of its table; -1 stays."""
-        position = torch.arange(ids.numel(), device=ids.device)
-        feature = torch.bucketize(position, starts[1:-1], right=True)
-        return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
+        positions = torch.arange(ids.numel(), device=ids.device)
+        feature_of_id = torch.bucketize(positions, starts[1:-1], right=True)
+        return torch.where(ids >= 0, ids + self.key_bases[feature_of_id], -1)
 
     @without_gradients
     def _count_ids(self, batch: _Lookups, num_spilled_before: Tensor | None) -> None:
@@ -494,19 +495,17 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _populate_due_tables(self) -> None:
         """Choose rows of the tables with `every` lookups since their choice, except frozen ones."""
         period = self.cache.every or math.inf
-        frozen = self.trains.frozen_tables
-        due_tables = [
-            t for t, since in enumerate(self._lookups_since) if since >= period and t not in frozen
-        ]
+        due_tables = {t for t, since in enumerate(self._lookups_since) if since >= period}
+        due_tables -= self.trains.frozen_tables
         if due_tables:
-            self._populate(due_tables)
+            self._populate(sorted(due_tables))
 
     @without_gradients
     def _populate(self, tables: Iterable[int]) -> None:
         """Store the most used rows of some tables, by the uses counted so far."""
-        exported = list(self.counts.export())
-        keys = torch.cat([self.key_of_row[:0], *(rows.keys for rows in exported)])
-        uses = torch.cat([self.key_of_row[:0], *(rows.scores for rows in exported)])
+        counted_batches = list(self.counts.export())
+        keys = torch.cat([self.key_of_row[:0], *(rows.keys for rows in counted_batches)])
+        uses = torch.cat([self.key_of_row[:0], *(rows.scores for rows in counted_batches)])
         for table in tables:
             first_key, end_key = self._first_keys[table : table + 2]
             is_of_table = (keys >= first_key) & (keys < end_key)
@@ -525,8 +524,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         is_leaving = (stored_keys >= 0) & ~torch.isin(stored_keys, top_keys)
         leaving_rows = is_leaving.nonzero().squeeze(1)
         if self._spills:  # only as many rows leave as host memory has no room for
-            excess = max(len(new_keys) - int((stored_keys < 0).sum()), 0)
-            leaving_rows = least_used_first(stored_keys, leaving_rows, keys, uses)[:excess]
+            num_excess = max(len(new_keys) - int((stored_keys < 0).sum()), 0)
+            leaving_rows = least_used_first(stored_keys, leaving_rows, keys, uses)[:num_excess]
         self._replace_rows(table, leaving_rows, new_keys)
 
     def _stored_keys(self, table: int) -> Tensor:
@@ -554,9 +553,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         free_rows = (keys_after < 0).nonzero().squeeze(1)[: len(new_keys)]
         keys_after[free_rows] = new_keys
         ids = new_keys - self._first_keys[table]
-        new_rows = tt_projection.rows(self.tables[table], cores, ids) if len(new_keys) else None
         self.rows.flush_and_empty()  # `overwriting` would drop newer rows in the row cache
-        if new_rows is not None:
+        if len(new_keys):
+            new_rows = tt_projection.compute_rows(self.tables[table], cores, ids)
             for name, view in self.rows.table_views()[table].items():
                 device_rows = free_rows.to(view.device)
                 is_weight = name == "weight"
@@ -583,14 +582,14 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """Return the float32 cores after `rows` have left, and the calls that make the change."""
         spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_keys[table]
         values, calls = self._row_values(table, rows), []
-        core_rows = tt_projection.rows(spec, cores, ids)
+        core_rows = tt_projection.compute_rows(spec, cores, ids)
         squared_change = float((values - core_rows).double().square().sum())
         if self.cache.eviction is not RowEviction.DROP:
-            projected = tt_projection.project(spec, cores, ids, values)
-            pairs = [*zip(self.trains.table_cores(table), projected, strict=True)]
-            calls = [partial(core.copy_, value) for core, value in pairs]
-            cores = [value.to(core.dtype).float() for core, value in pairs]
-            core_rows = tt_projection.rows(spec, cores, ids)
+            projected_cores = tt_projection.project(spec, cores, ids, values)
+            pairs = [*zip(self.trains.table_cores(table), projected_cores, strict=True)]
+            calls = [partial(core.copy_, projected_core) for core, projected_core in pairs]
+            cores = [projected_core.to(core.dtype).float() for core, projected_core in pairs]
+            core_rows = tt_projection.compute_rows(spec, cores, ids)
         squared_loss = float((values - core_rows).double().square().sum())
         sums = torch.tensor([squared_change, squared_loss], device=self.changes.device)
         calls.append(partial(self.changes[table].add_, sums))
@@ -645,14 +644,14 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def cache_stats(self) -> TTCacheStats:
         """Return counts since the last reset (reads the device)."""
-        names = [f.name for f in fields(TTCacheStats)][:-1]
+        names = [field.name for field in fields(TTCacheStats)][:-1]
         sums = zip(self.counters.tolist(), self.changes.tolist(), strict=True)
-        rows = [
+        values_of_tables = [
             dict(zip(names, (*counts, *changes, self.spilled_ids(t).numel()), strict=True))
             for t, (counts, changes) in enumerate(sums)
         ]
-        tables = [TTCacheStats(**row) for row in rows]
-        totals = {name: sum(row[name] for row in rows) for name in names}
+        tables = [TTCacheStats(**values) for values in values_of_tables]
+        totals = {name: sum(values[name] for values in values_of_tables) for name in names}
         return TTCacheStats(**totals, tables=dict(zip(self.rows.table_names, tables, strict=True)))
 
     def reset_cache_stats(self, table: int | str | None = None) -> None:
@@ -660,9 +659,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
         `spilled` is the current number of spilled rows and does not change.
         """
-        selected = list(self._table_numbers(table))
-        self.counters[selected] = 0
-        self.changes[selected] = 0.0
+        table_numbers = list(self._table_numbers(table))
+        self.counters[table_numbers] = 0
+        self.changes[table_numbers] = 0.0
 
     @without_gradients
     def empty_cache(self, table: int | str | None = None) -> None:
@@ -684,10 +683,10 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _counted_ids(self, table: int) -> TableRows:
         """Return the counted ids of a table as keys, with their number of uses as scores."""
-        counted = self.counts.index.export(0)
+        entries = self.counts.index.export(0)
         first_key, end_key = self._first_keys[table : table + 2]
-        is_of_table = (counted.keys >= first_key) & (counted.keys < end_key)
-        keys, stamps, uses = counted.keys[is_of_table], counted.stamps[is_of_table], counted.scores
+        is_of_table = (entries.keys >= first_key) & (entries.keys < end_key)
+        keys, stamps, uses = entries.keys[is_of_table], entries.stamps[is_of_table], entries.scores
         assert uses is not None
         return TableRows(
             keys, torch.zeros(len(keys), 1, device=keys.device), stamps, uses[is_of_table]
@@ -722,10 +721,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         since = state_dict.get(f"{prefix}since")
         if isinstance(since, Tensor) and not since.dim():  # earlier versions had one for all tables
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
-        stored = StoredTables(self.rows.table_names, self._first_keys, self.rows.table_views())
-        problems = [*stored.problems(state_dict, prefix)]
+        views = self.rows.table_views()
+        stored_tables = StoredTables(self.rows.table_names, self._first_keys, views)
+        problems = [*stored_tables.problems(state_dict, prefix)]
         if not problems:
-            state_dict.update(stored.resized_entries(state_dict, prefix))
+            state_dict.update(stored_tables.resized_entries(state_dict, prefix))
         if not state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1], problems):
             self._invalidate_choice()
             super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -788,15 +788,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         and their states in host memory, `cache` the rows in the cache and both hash tables, and
         `optimizer_state` the states of the cores.
         """
-        trains, rows = self.trains.nbytes(), self.rows.nbytes()
+        train_bytes, row_bytes = self.trains.nbytes(), self.rows.nbytes()
         tensors = [*self.index.index.tensors(), *self.counts.index.tensors()]
-        index = sum(t.nbytes for t in (self.row_of_slot, self.key_of_row, *tensors))
-        nbytes = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
+        index_bytes = sum(tensor.nbytes for tensor in (self.row_of_slot, self.key_of_row, *tensors))
+        nbytes = {use: train_bytes[use] for use in ("weights", "optimizer_state")}
         if self._spills:
-            spill = rows["weights"] + rows["optimizer_state"]
-            return {**nbytes, "cache": rows["cache"] + index, "spill": spill}
-        nbytes["optimizer_state"] += rows["optimizer_state"]
-        return {**nbytes, "cache": rows["weights"] + index, "spill": 0}
+            spill_bytes = row_bytes["weights"] + row_bytes["optimizer_state"]
+            return {**nbytes, "cache": row_bytes["cache"] + index_bytes, "spill": spill_bytes}
+        nbytes["optimizer_state"] += row_bytes["optimizer_state"]
+        return {**nbytes, "cache": row_bytes["weights"] + index_bytes, "spill": 0}
 
 
 def _finish_load(module: Any, incompatible: Any) -> None:

@@ -28,7 +28,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
         self, tables: Mapping[str, DynamicTable], other_storages: Mapping[str, str] | None = None
     ) -> None:
         self._tables, self._other_storages = dict(tables), dict(other_storages or {})
-        self._by_path: dict[str, DynamicTable] = {}
+        self._table_by_path: dict[str, DynamicTable] = {}
 
     @classmethod
     def merge(cls, tables_by_path: Mapping[str, DynamicTables]) -> DynamicTables:
@@ -42,7 +42,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
         for path, tables in tables_by_path.items():
             prefix = f"{path}." if path else ""
             for name, table in tables.items():
-                merged._by_path[prefix + name] = table
+                merged._table_by_path[prefix + name] = table
                 merged._tables[name if all_names.count(name) == 1 else prefix + name] = table
             for name, kind in tables._other_storages.items():  # noqa: SLF001 - of the same class
                 merged._other_storages.setdefault(name, kind)
@@ -55,14 +55,14 @@ class DynamicTables(Mapping[str, DynamicTable]):
         Raises:
             KeyError: there is no such dynamic table; the message lists those that exist.
         """
-        table = self._tables.get(name) or self._by_path.get(name)
+        table = self._tables.get(name) or self._table_by_path.get(name)
         if table is None:
             raise KeyError(self._missing_table_message(name))
         return table
 
     def _missing_table_message(self, name: str) -> str:
         """Return the message of the KeyError for a name without a table."""
-        paths = [path for path in self._by_path if path.endswith(f".{name}")]
+        paths = [path for path in self._table_by_path if path.endswith(f".{name}")]
         if len(paths) > 1:
             return f"several collections have a table {name!r}: name one of {sorted(paths)}"
         if name in self._other_storages:
@@ -71,7 +71,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
                 f"dynamic tables (storage=Hash()), here {sorted(self._tables)}; other tables have "
                 "parameters and optimizer states only"
             )
-        names = [*self._tables, *self._by_path, *self._other_storages]
+        names = [*self._tables, *self._table_by_path, *self._other_storages]
         close_names = difflib.get_close_matches(str(name), names, 3, 0.6)
         suggestion = ", ".join(map(repr, dict.fromkeys(close_names)))
         hint = f"; did you mean {suggestion}?" if suggestion else ""
@@ -119,9 +119,9 @@ def tables_of(model: nn.Module) -> DynamicTables:
 
     In a model over ranks, handles are collectives, and names are the same on all ranks.
     """
-    by_path: dict[str, DynamicTables] = {}
+    tables_by_path: dict[str, DynamicTables] = {}
     for path, module in model.named_modules():
-        is_covered = any(not outer or path.startswith(f"{outer}.") for outer in by_path)
+        is_covered = any(not outer or path.startswith(f"{outer}.") for outer in tables_by_path)
         if not is_covered and hasattr(module, "table_handles"):
-            by_path[path] = module.table_handles()
-    return DynamicTables.merge(by_path)
+            tables_by_path[path] = module.table_handles()
+    return DynamicTables.merge(tables_by_path)

@@ -26,7 +26,7 @@ from emblib.tables import state_dicts
 _STEPS_END = 3 * (MAX_TICK // 2)  # exclusive, of saved counts: no training reaches it from 2^62
 
 
-def checked_custom_score(table: str, eviction: Eviction, score: Any) -> int:
+def custom_score_for(table: str, eviction: Eviction, score: Any) -> int:
     """Return a score for a table with `Eviction.CUSTOM` as an int.
 
     Raises:
@@ -41,7 +41,7 @@ def checked_custom_score(table: str, eviction: Eviction, score: Any) -> int:
     return checked_score(score)
 
 
-def checked_step(table: str, eviction: Eviction, step: Any) -> int:
+def step_for(table: str, eviction: Eviction, step: Any) -> int:
     """Return a step for a table with `Eviction.STEP` as an int.
 
     Raises:
@@ -79,8 +79,10 @@ class EvictionScores(nn.Module):
         super().__init__()
         self._names = [spec.name or str(t) for t, spec in enumerate(specs)]
         self._evictions = [spec.eviction for spec in specs]
-        self._unset_tables = {t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
-        is_step_table = [e is Eviction.STEP for e in self._evictions]
+        self._unset_tables = {
+            t for t, eviction in enumerate(self._evictions) if eviction is Eviction.CUSTOM
+        }
+        is_step_table = [eviction is Eviction.STEP for eviction in self._evictions]
         increments = torch.tensor(is_step_table, dtype=torch.int64, device=device)
         self.register_buffer("increments", increments, persistent=False)
         self.register_buffer("values", increments.clone())
@@ -113,13 +115,17 @@ class EvictionScores(nn.Module):
             TypeError: a score is not an int.
         """
         if not isinstance(scores, Mapping):
-            scores = {t: scores for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM}
+            scores = {
+                t: scores
+                for t, eviction in enumerate(self._evictions)
+                if eviction is Eviction.CUSTOM
+            }
             if not scores:
                 raise ValueError(
                     "scores are set for tables with Eviction.CUSTOM, and no table has it"
                 )
         checked_scores = {
-            table: checked_custom_score(self._names[table], self._evictions[table], score)
+            table: custom_score_for(self._names[table], self._evictions[table], score)
             for table, score in scores.items()
         }
         for table, score in checked_scores.items():
@@ -135,7 +141,7 @@ class EvictionScores(nn.Module):
             TypeError: a step is not an int.
         """
         checked_steps = {
-            table: checked_step(self._names[table], self._evictions[table], step)
+            table: step_for(self._names[table], self._evictions[table], step)
             for table, step in steps.items()
         }
         for table, step in checked_steps.items():
@@ -199,16 +205,18 @@ class EvictionScores(nn.Module):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         is_set = self.is_set.tolist()
-        custom_tables = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
+        custom_tables = [
+            t for t, eviction in enumerate(self._evictions) if eviction is Eviction.CUSTOM
+        ]
         self._unset_tables = {t for t in custom_tables if not is_set[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the scores in a state dict."""
         targets = state_dicts.loadable_tensors(self, prefix)
-        entry_errors = list(state_dicts.entry_problems(state_dict, targets))
-        yield from entry_errors
+        entry_messages = list(state_dicts.entry_problems(state_dict, targets))
+        yield from entry_messages
         values = state_dict.get(f"{prefix}values")
-        if values is not None and not entry_errors and not values.is_meta:
+        if values is not None and not entry_messages and not values.is_meta:
             steps = values[self.increments.to(values.device) > 0]
             if bool((steps >= _STEPS_END).any()):
                 yield f"{prefix}values: steps must be below {_STEPS_END}, got {steps}"
@@ -329,7 +337,9 @@ class Expiry(nn.Module):
                 list_index = list_indices.pop(0)
                 expired_us = self.now_us - self._timed_ttls[list_index][1]
                 pairs = self._pairs(list_index)
-                first_ticks = (t + 1 for t, time_us in pairs if time_us <= expired_us)
+                first_ticks = (
+                    pair_tick + 1 for pair_tick, time_us in pairs if time_us <= expired_us
+                )
                 ticks.append(max(first_ticks, default=0))
             else:
                 ticks.append(0 if ttl is None else tick - ttl)
@@ -403,7 +413,9 @@ class Expiry(nn.Module):
         for list_index, (_, ttl_us) in enumerate(self._timed_ttls):
             # If the clock was set back, times after `now_us` are lowered to it.
             pairs = [
-                (t, min(time_us, now_us)) for t, time_us in self._pairs(list_index) if t <= tick
+                (pair_tick, min(time_us, now_us))
+                for pair_tick, time_us in self._pairs(list_index)
+                if pair_tick <= tick
             ]
             if not pairs or pairs[-1][0] < tick:
                 # The new pair replaces the last one if the last but one is less than a 16th of the
@@ -413,7 +425,9 @@ class Expiry(nn.Module):
                 pairs.append((tick, now_us))
             while len(pairs) > 1 and pairs[1][1] <= now_us - ttl_us:
                 pairs.pop(0)
-            newest_pairs = [(MAX_TICK - t, time_us) for t, time_us in pairs[-_MAX_PAIRS:]]
+            newest_pairs = [
+                (MAX_TICK - pair_tick, time_us) for pair_tick, time_us in pairs[-_MAX_PAIRS:]
+            ]
             lists[list_index] = [_NO_PAIR] * (_MAX_PAIRS - len(newest_pairs)) + newest_pairs
         # Another tensor: state dicts have the old one.
         self.times = torch.tensor(lists, device="cpu")
@@ -490,7 +504,9 @@ class _LoggedKeys(NamedTuple):
 
     tick: int
     keys: Tensor
-    num_logged: int  # total of the table's keys that were logged, up to and including these
+    num_logged_in_total: (
+        int  # total of the table's keys that were logged, up to and including these
+    )
 
 
 class EvictionLog:
@@ -546,10 +562,14 @@ class EvictionLog:
         """
         log = self._logs[table]
         if keys.numel():
-            num_before = log[-1].num_logged if log else 0
+            num_before = log[-1].num_logged_in_total if log else 0
             log.append(_LoggedKeys(tick, keys.detach().cpu().clone(), num_before + keys.numel()))
         self._expected_ticks.pop(table, None)
-        while log and log[-1].num_logged - log[0].num_logged + log[0].keys.numel() > self._max_keys:
+        while (
+            log
+            and log[-1].num_logged_in_total - log[0].num_logged_in_total + log[0].keys.numel()
+            > self._max_keys
+        ):
             self._complete_from_ticks[table] = max(
                 self._complete_from_ticks[table], log[0].tick + 1
             )

@@ -22,7 +22,7 @@ from torch import Tensor
 from emblib.dynamic import keys as routing
 from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
-from emblib.dynamic.eviction import checked_custom_score, checked_step
+from emblib.dynamic.eviction import custom_score_for, step_for
 from emblib.dynamic.saving import checkpoint, fallback, table_dumps
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
@@ -183,8 +183,8 @@ class DynamicTable:
 
     def bucket_fill(self) -> list[int]:
         """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
-        by_shard = self._map_shards("bucket_fill", dynamic_state.bucket_fill)
-        return [sum(counts) for counts in zip(*by_shard, strict=True)]
+        fill_by_shard = self._map_shards("bucket_fill", dynamic_state.bucket_fill)
+        return [sum(counts) for counts in zip(*fill_by_shard, strict=True)]
 
     def step(self) -> int:
         """Return the number of training forwards of the table."""
@@ -226,7 +226,7 @@ class DynamicTable:
         for _, state, index in self.local_shards():
             dynamic_state.set_eviction_score(state, {index: score})
         if self.spec is not None and not self.shards:
-            checked_custom_score(self.name, self.spec.eviction, score)
+            custom_score_for(self.name, self.spec.eviction, score)
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Set scores of single keys, for `Eviction.CUSTOM`; return which are present, bool `[n]`.
@@ -263,7 +263,7 @@ class DynamicTable:
         for _, state, index in self.local_shards():
             dynamic_state.set_eviction_step(state, index, step)
         if self.spec is not None and not self.shards:
-            checked_step(self.name, self.spec.eviction, step)
+            step_for(self.name, self.spec.eviction, step)
 
     def score(self) -> int | None:
         """Return the score of the next batch; None if eviction assigns none, or none was set."""
@@ -379,8 +379,11 @@ class DynamicTable:
         def shard_rows(state: DynamicState, index: int, number: int) -> dict[str, Tensor]:
             return fallback.rows_of_shard(fallback.rows_of(state, index), number, len(self.owners))
 
-        shards = self._map_numbered_shards("fallback_rows", shard_rows)
-        return {key: torch.cat([rows[key] for rows in shards]) for key in (shards or [{}])[0]}
+        rows_of_shards = self._map_numbered_shards("fallback_rows", shard_rows)
+        return {
+            key: torch.cat([rows[key] for rows in rows_of_shards])
+            for key in (rows_of_shards or [{}])[0]
+        }
 
     def set_entries(self, entries: Entries) -> Loaded:
         """Replace the entries; every shard takes those it owns. The eviction log restarts.
@@ -562,8 +565,8 @@ class DynamicTable:
             value = function()
         except Exception as raised:
             error = raised
-        problem_here = None if error is None else f"{type(error).__name__}: {error}"
-        results = self._gather(method, (problem_here, value))
+        local_problem = None if error is None else f"{type(error).__name__}: {error}"
+        results = self._gather(method, (local_problem, value))
         if error is not None:
             raise error
         for rank, (problem, _) in enumerate(results):
@@ -579,11 +582,16 @@ class DynamicTable:
         Each call holds the lock of the module of the shard.
         """
         call = dynamic_state.of_state(function)
-        by_rank = self._run_on_all_ranks(
-            method, lambda: {n: call(state, index, n) for n, state, index in self.local_shards()}
+        results_by_rank = self._run_on_all_ranks(
+            method,
+            lambda: {
+                number: call(state, index, number) for number, state, index in self.local_shards()
+            },
         )
-        merged = {number: value for values in by_rank for number, value in values.items()}
-        return [merged[number] for number in sorted(merged)]
+        result_by_shard = {
+            number: value for values in results_by_rank for number, value in values.items()
+        }
+        return [result_by_shard[number] for number in sorted(result_by_shard)]
 
     def _map_shards(self, method: str, function: Callable[[DynamicState, int], T]) -> list[T]:
         """Return `function(state, index)` of every shard, on all ranks, by number of the shard."""
@@ -612,25 +620,28 @@ class DynamicTable:
         `query(state, table index, keys)` is called for the keys of each shard. `scores` is empty,
         or has one item, the scores of `keys`; then `query` gets one score per key as well.
         """
-        asked_by_rank = self._run_on_all_ranks(method, lambda: _keys_with_scores(keys, *scores))
-        columns = [torch.cat(column) for column in zip(*asked_by_rank, strict=True)]
-        all_keys, num_keys = columns[0], [asked[0].numel() for asked in asked_by_rank]
+        columns_by_rank = self._run_on_all_ranks(method, lambda: _keys_with_scores(keys, *scores))
+        columns = [torch.cat(column) for column in zip(*columns_by_rank, strict=True)]
+        all_keys, num_keys = (
+            columns[0],
+            [columns_of_rank[0].numel() for columns_of_rank in columns_by_rank],
+        )
         owner = routing.owner(all_keys, len(self.owners))
 
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
             answers_by_key = torch.full_like(all_keys, default, dtype=dtype)
             for number, state, index in self.local_shards():
-                asked = [column[owner == number] for column in columns]
-                answers_by_key[owner == number] = query(state, index, *asked).cpu()
+                columns_of_rank = [column[owner == number] for column in columns]
+                answers_by_key[owner == number] = query(state, index, *columns_of_rank).cpu()
             return answers_by_key
 
-        by_rank = self._run_on_all_ranks(method, answers)
+        answers_by_rank = self._run_on_all_ranks(method, answers)
         if self.ranks is None:
-            return by_rank[0]
+            return answers_by_rank[0]
         begin, num_local = sum(num_keys[: self.ranks.rank]), num_keys[self.ranks.rank]
         local_keys = slice(begin, begin + num_local)
-        local_answers = torch.stack([rank_answers[local_keys] for rank_answers in by_rank])
+        local_answers = torch.stack([rank_answers[local_keys] for rank_answers in answers_by_rank])
         rank_of_key = torch.tensor(self.owners, device="cpu")[owner[local_keys]]
         return local_answers[rank_of_key, torch.arange(num_local, device="cpu")]
 
@@ -665,13 +676,15 @@ def _no_entries() -> Entries:
 
 def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
     """Merge the changes of all shards into one `ChangeSet`."""
-    tables = [change.tables[name] for change in shard_changes]
+    table_changes = [change.tables[name] for change in shard_changes]
     changes = Changes(
-        concatenate([table.upserts for table in tables]).on_cpu(),
-        torch.cat([table.removed for table in tables]),
+        concatenate([shard_table.upserts for shard_table in table_changes]).on_cpu(),
+        torch.cat([shard_table.removed for shard_table in table_changes]),
     )
     first_changes = shard_changes[0]
-    shard_keys = [None if c.hash_keys is None else c.hash_keys.tolist() for c in shard_changes]
+    shard_keys = [
+        None if change.hash_keys is None else change.hash_keys.tolist() for change in shard_changes
+    ]
     is_one_hash = all(hash_keys == shard_keys[0] for hash_keys in shard_keys)
     all_rows = [change.fallback_rows[name] for change in shard_changes]
     rows = {key: torch.cat([shard_rows[key] for shard_rows in all_rows]) for key in all_rows[0]}
@@ -689,11 +702,11 @@ def _cat_or_empty(parts: Sequence[Tensor]) -> Tensor:
 
 def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Add up counts by name."""
-    total: dict[str, int] = {}
+    total_by_name: dict[str, int] = {}
     for shard_counts in counts:
         for name, count in shard_counts.items():
-            total[name] = total.get(name, 0) + count
-    return total
+            total_by_name[name] = total_by_name.get(name, 0) + count
+    return total_by_name
 
 
 def _sum_loaded(reports: Sequence[Loaded]) -> Loaded:

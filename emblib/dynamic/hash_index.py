@@ -121,7 +121,9 @@ class HashIndex(nn.Module):
         self._hash_keys = [0] * len(self.specs) if hash_keys is None else list(hash_keys)
         policies = {(spec.eviction.order, spec.insert_policy.value) for spec in self.specs}
         if len(policies) > 1:
-            policy_names = {f"{s.eviction.value} ({s.insert_policy.name})" for s in self.specs}
+            policy_names = {
+                f"{spec.eviction.value} ({spec.insert_policy.name})" for spec in self.specs
+            }
             raise ValueError(
                 "the tables of a module must agree in eviction and insert_policy, got "
                 f"{', '.join(sorted(policy_names))}; make one module for each"
@@ -240,14 +242,14 @@ class HashIndex(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         # Only a table without keys can get another hash key, see `clear_table`.
-        unexpected: list[str] = arguments[3]
-        unexpected.extend(
+        unexpected_keys: list[str] = arguments[3]
+        unexpected_keys.extend(
             key for key in state_dict if key.startswith(prefix) and key != prefix + HASH_KEYS
         )
 
     def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
-        for tensor, *counts in self.memory_ranges(table, rows_before, rows):
-            memory.advise_growth(tensor, *counts)
+        for tensor, *range_bounds in self.memory_ranges(table, rows_before, rows):
+            memory.advise_growth(tensor, *range_bounds)
 
     def memory_ranges(
         self, table: int, slots_before: int, slots_now: int
@@ -307,10 +309,10 @@ class HashIndex(nn.Module):
         effects = Effects() if effects is None else effects
         self.begin_insertion(effects)
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots, *missing = effects.call_once(
+        slots, *miss_tensors = effects.call_once(
             hash.hash_touch_, index, *keys, counts, batch_scores, order
         )
-        misses = Misses(*missing)
+        misses = Misses(*miss_tensors)
         if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
         admitted = None
@@ -437,8 +439,8 @@ class HashIndex(nn.Module):
         """
         self.versions.advance()
         effects = Effects() if effects is None else effects
-        freed: Tensor = effects.call_once(hash.hash_erase_, self.tensors(), *keys)
-        return freed
+        erased_slots: Tensor = effects.call_once(hash.hash_erase_, self.tensors(), *keys)
+        return erased_slots
 
     def expire(
         self,
@@ -460,12 +462,12 @@ class HashIndex(nn.Module):
         num_following = self.limits[table] - first_bucket
         num_buckets = num_following if num_buckets is None else min(num_buckets, num_following)
         effects = Effects() if effects is None else effects
-        is_freed = effects.call_once(
+        is_expired = effects.call_once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
         )
         # A freed slot keeps its entry until a key is inserted there; only its tag is 0.
         begin = self._first_slots[table] + first_bucket * SLOTS_PER_BUCKET
-        return self.entries[begin : begin + is_freed.numel(), HashEntryColumn.KEY][is_freed]
+        return self.entries[begin : begin + is_expired.numel(), HashEntryColumn.KEY][is_expired]
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later."""
@@ -588,7 +590,7 @@ class HashIndex(nn.Module):
         """
         tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
         tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor(
-            [s.max_buckets for s in self.specs], device="cpu"
+            [spec.max_buckets for spec in self.specs], device="cpu"
         )
         return {
             "tables": tables,
@@ -650,20 +652,20 @@ class HashIndex(nn.Module):
             ValueError: see `check_snapshot`; nothing was changed.
         """
         self.check_snapshot(snapshot)
-        saved = _with_hash_keys(snapshot["tables"])
+        saved_tables = _with_hash_keys(snapshot["tables"])
         self.clear()
         for t in range(len(self.specs)):
-            rows = int(saved[t, HashTableColumn.BUCKETS]) * SLOTS_PER_BUCKET
-            self._advise_growth(t, self.capacity(t), rows)
+            num_rows = int(saved_tables[t, HashTableColumn.BUCKETS]) * SLOTS_PER_BUCKET
+            self._advise_growth(t, self.capacity(t), num_rows)
             first_slot = self._first_slots[t]
-            self.tags[first_slot : first_slot + rows] = snapshot["tags"][t].to(self.tags.device)
-            self.entries[first_slot : first_slot + rows] = snapshot["entries"][t].to(
+            self.tags[first_slot : first_slot + num_rows] = snapshot["tags"][t].to(self.tags.device)
+            self.entries[first_slot : first_slot + num_rows] = snapshot["entries"][t].to(
                 self.tags.device
             )
         for name in ("clock", "counters"):
             getattr(self, name).copy_(snapshot[name])
-        self.tables.copy_(saved)
-        self._hash_keys = saved[:, HashTableColumn.HASH_KEY].tolist()
+        self.tables.copy_(saved_tables)
+        self._hash_keys = saved_tables[:, HashTableColumn.HASH_KEY].tolist()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

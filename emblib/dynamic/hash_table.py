@@ -601,26 +601,29 @@ class HashTable(SentAsCopy, nn.Module):
         """
         if state_dicts.refuse_invalid(self, state_dict, prefix, arguments[-1]):
             return
-        missing_names, unexpected = arguments[2:4]
-        names = [prefix + name for name in (*TableRows._fields, "tick")]
-        missing_names += (absent_names := [name for name in names if name not in state_dict])
-        unexpected.extend(
+        missing_keys, unexpected_keys = arguments[2:4]
+        state_keys = [prefix + name for name in (*TableRows._fields, "tick")]
+        missing_keys += (absent_keys := [name for name in state_keys if name not in state_dict])
+        unexpected_keys.extend(
             key
             for key in state_dict
             if key.startswith(prefix)
-            and key not in names
+            and key not in state_keys
             and not key.startswith(f"{prefix}index.")  # those the index reports
         )
-        if not absent_names:
+        if not absent_keys:
             saved_rows = TableRows(*(state_dict[prefix + name] for name in TableRows._fields))
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
             hash_key = None if hash_keys is None else int(hash_keys)
-            left_out = self._replace_content(saved_rows, int(state_dict[prefix + "tick"]), hash_key)
-            if left_out:
+            num_left_out = self._replace_content(
+                saved_rows, int(state_dict[prefix + "tick"]), hash_key
+            )
+            if num_left_out:
                 name = f"hash table {prefix.rstrip('.')!r}" if prefix else "hash table"
                 warnings.warn(
-                    f"emblib: the {name} had no slot for {left_out} of the {len(saved_rows.keys)} "
-                    "keys that it was loaded with; these would have been evicted first",
+                    f"emblib: the {name} had no slot for {num_left_out} of the "
+                    f"{len(saved_rows.keys)} keys that it was loaded with; these "
+                    "would have been evicted first",
                     stacklevel=caller_level(),
                 )
 
@@ -654,17 +657,17 @@ class HashTable(SentAsCopy, nn.Module):
         int64_vector = torch.empty(0, dtype=torch.int64, device="cpu")
         keys = state_dict.get(f"{prefix}keys")
         num_keys = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        expected_columns = {
+        targets = {
             "keys": int64_vector,
             "values": self.values,
             "stamps": int64_vector,
             "scores": int64_vector,
         }
-        for name, expected in expected_columns.items():
+        for name, target in targets.items():
             shape = (num_keys, *self.values.shape[1:]) if name == "values" else (num_keys,)
             if prefix + name in state_dict:
                 value = state_dict[prefix + name]
-                problem = state_dicts.tensor_problem(value, expected, shape)
+                problem = state_dicts.tensor_problem(value, target, shape)
                 may_be_negative = name == "scores" and self.spec.eviction is Eviction.CUSTOM
                 is_number = name in ("stamps", "scores") and not may_be_negative
                 if not problem and is_number and bool((value < 0).any()):

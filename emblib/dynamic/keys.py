@@ -101,9 +101,13 @@ def as_scores(scores: Any) -> Tensor:
         raise TypeError(f"scores must be an int, a sequence or a tensor of ints, got {scores!r}")
     if not hasattr(scores, "__len__"):  # an int
         return torch.tensor(checked_score(scores), device="cpu")
-    checked = _checked_scores(scores)
+    checked_scores = _checked_scores(scores)
     try:
-        values = checked if isinstance(checked, Tensor) else torch.tensor(checked, device="cpu")
+        values = (
+            checked_scores
+            if isinstance(checked_scores, Tensor)
+            else torch.tensor(checked_scores, device="cpu")
+        )
     except RuntimeError as error:  # torch's error for items that are not numbers
         raise TypeError(f"scores must be integers, got {scores!r}") from error
     if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):

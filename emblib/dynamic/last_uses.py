@@ -72,14 +72,16 @@ class LastUses:
         self._specs, self._feature_tables = tuple(specs), list(feature_tables)
         self.num_further_levels = [len(spec.lifetimes) - 1 for spec in specs]
         self._first_elements = [0]
-        for spec, width in zip(specs, self.num_further_levels, strict=True):
-            self._first_elements.append(self._first_elements[-1] + spec.rows * width)
+        for spec, num_levels in zip(specs, self.num_further_levels, strict=True):
+            self._first_elements.append(self._first_elements[-1] + spec.rows * num_levels)
         num_elements = self._first_elements[-1] + 1  # with a spare one
         self.buffer = memory.reserve(num_elements, torch.int64, device)
         element_bytes = self.buffer.itemsize
         layout = [
-            [[first * element_bytes, width * element_bytes]]
-            for first, width in zip(self._first_elements, self.num_further_levels, strict=False)
+            [[first_element * element_bytes, num_levels * element_bytes]]
+            for first_element, num_levels in zip(
+                self._first_elements, self.num_further_levels, strict=False
+            )
         ]
         self.layout = torch.tensor(layout, device=device)
         self._table_layout = torch.tensor(
@@ -94,9 +96,9 @@ class LastUses:
 
     def view(self, table: int) -> Tensor:
         """Return the last uses of a table by slot, int64 `[rows, levels - 1]`, as a view."""
-        rows, width = self._specs[table].rows, self.num_further_levels[table]
+        num_rows, num_levels = self._specs[table].rows, self.num_further_levels[table]
         return self.buffer[self._first_elements[table] : self._first_elements[table + 1]].view(
-            rows, width
+            num_rows, num_levels
         )
 
     def note(self, index: HashIndex, keys: Keys, inserted: InsertedBatch) -> None:
@@ -107,14 +109,14 @@ class LastUses:
         """
         tables, levels = tables_of(keys), self._levels[segments_of(keys)]
         slots = inserted.slots
-        first_element, width = self._table_layout[tables].unbind(1)
-        first_uses, spare_element = first_element + slots * width, self.buffer.numel() - 1
+        first_element, num_levels = self._table_layout[tables].unbind(1)
+        first_uses, spare_element = first_element + slots * num_levels, self.buffer.numel() - 1
         is_new = torch.zeros_like(slots, dtype=torch.bool)
         if inserted.misses is not None and slots.numel():
             is_new = inserted.misses.groups >= 0
         for level in range(1, max(self.num_further_levels) + 1):
             # Positions without this level write to the spare element.
-            has_level = (slots >= 0) & (level <= width)
+            has_level = (slots >= 0) & (level <= num_levels)
             positions = first_uses + level - 1
             self.buffer.index_fill_(0, torch.where(has_level & is_new, positions, spare_element), 0)
             is_used = has_level & (levels >= level)
@@ -158,7 +160,7 @@ class LastUses:
 
     def snapshot(self, capacities: Sequence[int]) -> list[Tensor]:
         """Copy the last uses of the slots in use, by table, to the CPU."""
-        return [self.view(t)[:rows].cpu().clone() for t, rows in enumerate(capacities)]
+        return [self.view(t)[:num_rows].cpu().clone() for t, num_rows in enumerate(capacities)]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
         """Write what `snapshot` returned for tables of the same levels and rows."""
@@ -167,8 +169,8 @@ class LastUses:
 
     def nbytes(self, capacities: Sequence[int]) -> int:
         """Return the bytes of the slots in use; `capacities` has their number by table."""
-        counts = zip(capacities, self.num_further_levels, strict=True)
-        return self.buffer.itemsize * sum(rows * width for rows, width in counts)
+        sizes = zip(capacities, self.num_further_levels, strict=True)
+        return self.buffer.itemsize * sum(num_rows * num_levels for num_rows, num_levels in sizes)
 
     def copy_to(self, device: torch.device, capacities: Sequence[int]) -> "LastUses":
         """Return a copy on a device; `capacities` has the number of rows in use by table."""

@@ -461,8 +461,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         is_replicated = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
         if is_replicated and self._updates_in_backward:
             check_not_replicated(self.features)
-        running = recomputation.checkpointed_forward(training=self.training)
-        if self._frozen or not self._trains(running):
+        forward = recomputation.checkpointed_forward(training=self.training)
+        if self._frozen or not self._trains(forward):
             return self._look_up_untrained(keys, batch, sample_weights, calls)
         if self._frozen_tables:
             raise RuntimeError(
@@ -473,7 +473,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             )
         if is_replicated:
             training.check_replicas(self.state.index.tags, self.weights)
-        update = training.insert_or_repeat(self.state, keys, counts, running)
+        update = training.insert_or_repeat(self.state, keys, counts, forward)
         return self._look_up_inserted(update, batch, sample_weights, calls)
 
     def _look_up_inserted(
@@ -524,13 +524,13 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         self._calls = KeyedCalls(self, self._tiers(), insertion)
         return self._calls
 
-    def _trains(self, running: recomputation.CheckpointedForward | None) -> bool:
+    def _trains(self, forward: recomputation.CheckpointedForward | None) -> bool:
         """Return whether a lookup inserts keys: in training mode with gradients enabled.
 
         A checkpointed region that trains counts as enabled. If backward leaves gradients, the
         weights must also require them.
         """
-        with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
+        with_grad = torch.is_grad_enabled() or (forward is not None and forward.trains_without_grad)
         needs_update = self._updates_in_backward or self.weights.requires_grad
         return self.training and with_grad and needs_update
 
@@ -622,9 +622,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     ) -> None:
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *arguments)
-        _, _, missing_names, unexpected, errors = arguments
+        _, _, missing_keys, unexpected_keys, errors = arguments
         if not state_dicts.refuse_invalid(self, state_dict, prefix, errors):
-            checkpoint.read_state(self.state, state_dict, prefix, missing_names, unexpected)
+            checkpoint.read_state(self.state, state_dict, prefix, missing_keys, unexpected_keys)
 
     @property
     @shows_attribute_errors
@@ -694,7 +694,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 "owner; make a module with another store and load the state_dict of this one"
             )
         state = dict(self.__dict__)
-        state_names = [f"state_{s.name}" for s in self.optimizer.states]
+        state_names = [f"state_{optimizer_state.name}" for optimizer_state in self.optimizer.states]
         state["_parameters"] = {**self._parameters, "weights": None}
         state["_buffers"] = {**self._buffers, **dict.fromkeys(state_names)}
         state["_zeros"] = self._zeros[:0].clone()

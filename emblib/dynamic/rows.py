@@ -74,9 +74,9 @@ class RowLayout:
         self.has_fallback = any(spec.fallback_rows for spec in specs)
         self._first_rows, self._first_elements = [0], [0]
         for t, spec in enumerate(specs):
-            rows = self._num_rows(t)
-            self._first_rows.append(self._first_rows[-1] + rows)
-            self._first_elements.append(self._first_elements[-1] + rows * spec.dim)
+            num_rows = self._num_rows(t)
+            self._first_rows.append(self._first_rows[-1] + num_rows)
+            self._first_elements.append(self._first_elements[-1] + num_rows * spec.dim)
         self.total_rows = self._first_rows[-1]
         # Elements between default rows: a multiple of 4, so that kernels can load vectors.
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
@@ -108,7 +108,7 @@ class RowLayout:
 
     def row_bytes(self, table: int) -> int:
         """Return the bytes per row of all buffers together."""
-        return sum(self.width(table, b) * dtype.itemsize for b, dtype in enumerate(self.dtypes))
+        return sum(self.width(table, p) * dtype.itemsize for p, dtype in enumerate(self.dtypes))
 
     def first_element(self, table: int, buffer: int) -> int:
         """Return the index of a table's first element in a buffer."""
@@ -146,10 +146,10 @@ class RowLayout:
         self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int
     ) -> None:
         """Request huge pages for the growth of a table from `rows_before` to `rows_now` rows."""
-        for b, buffer in enumerate(buffers):
-            width = self.width(table, b)
+        for p, buffer in enumerate(buffers):
+            width = self.width(table, p)
             memory.advise_growth(
-                buffer, self.first_element(table, b), rows_before * width, rows_now * width
+                buffer, self.first_element(table, p), rows_before * width, rows_now * width
             )
 
     def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
@@ -166,11 +166,11 @@ class RowLayout:
     ) -> dict[str, Tensor]:
         """Return views of `num_rows` rows from `first_row` of a table on, by name of the buffer."""
         views = {}
-        for b, (name, buffer) in enumerate(zip(self.buffer_names, buffers, strict=True)):
-            width = self.width(table, b)
-            begin = self.first_element(table, b) + first_row * width
+        for p, (name, buffer) in enumerate(zip(self.buffer_names, buffers, strict=True)):
+            width = self.width(table, p)
+            begin = self.first_element(table, p) + first_row * width
             rows = buffer[begin : begin + num_rows * width]
-            views[name] = rows if self._per_row[b] else rows.view(num_rows, width)
+            views[name] = rows if self._per_row[p] else rows.view(num_rows, width)
         return views
 
     def byte_layout(self, device: torch.device) -> Tensor:
@@ -212,26 +212,30 @@ class RowLayout:
         ]
         return self._stack_fields(rules, 7, torch.float64, device)
 
-    def default_row_layout(self, rows: int, device: torch.device) -> Tensor:
-        """Return the layout of `initial_rows_` for `rows` default rows, int64 `[T, 1, 5]`.
+    def default_row_layout(self, num_rows: int, device: torch.device) -> Tensor:
+        """Return the layout of `initial_rows_` for `num_rows` default rows, int64 `[T, 1, 5]`.
 
         A default row is what keys without a row read; all tables share one matrix of them, with
         `stride` elements per row.
         """
         layout = [
-            [(0, self.stride, rows, spec.dim, stream)]
+            [(0, self.stride, num_rows, spec.dim, stream)]
             for spec, stream in zip(self.specs, self._random_streams, strict=True)
         ]
         return self._stack_fields(layout, 5, torch.int64, device)
 
     def _stack_fields(
-        self, rows: Sequence[Any], fields: int, dtype: torch.dtype, device: torch.device
+        self,
+        fields_of_tables: Sequence[Any],
+        num_fields: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor:
-        """Return a tensor `[T, P, fields]` of `fields` numbers per table and buffer."""
-        buffers = len(rows[0]) if rows else 0
+        """Return a tensor `[T, P, num_fields]` of `num_fields` numbers per table and buffer."""
+        num_buffers = len(fields_of_tables[0]) if fields_of_tables else 0
         return (
-            torch.tensor(rows, dtype=dtype, device="cpu")
-            .view(len(self.specs), buffers, fields)
+            torch.tensor(fields_of_tables, dtype=dtype, device="cpu")
+            .view(len(self.specs), num_buffers, num_fields)
             .to(device)
         )
 
@@ -242,8 +246,8 @@ class RowLayout:
         """
         return [
             [
-                torch.cat([view[:num_rows].detach(), fallback.detach()])
-                for view, fallback in zip(
+                torch.cat([view[:num_rows].detach(), fallback_view.detach()])
+                for view, fallback_view in zip(
                     self.views(buffers, t).values(),
                     self.fallback_views(buffers, t).values(),
                     strict=True,
@@ -277,15 +281,17 @@ class RowLayout:
             fallback_views = self.fallback_views(buffers, t).values()
             num_used = saved_rows[0].shape[0] - self.specs[t].fallback_rows
             self.advise_growth(buffers, t, 0, num_used)
-            for view, fallback, saved in zip(views, fallback_views, saved_rows, strict=True):
-                view[:num_used] = saved[:num_used].to(view.device)
-                fallback.copy_(saved[num_used:])
+            for view, fallback_view, saved_buffer in zip(
+                views, fallback_views, saved_rows, strict=True
+            ):
+                view[:num_used] = saved_buffer[:num_used].to(view.device)
+                fallback_view.copy_(saved_buffer[num_used:])
 
     def nbytes(self, capacities: Sequence[int]) -> Iterator[int]:
         """Yield the bytes in use of each buffer, if tables have these rows in use."""
-        for b, dtype in enumerate(self.dtypes):
+        for p, dtype in enumerate(self.dtypes):
             yield sum(
-                (num_rows + self.specs[t].fallback_rows) * self.width(t, b) * dtype.itemsize
+                (num_rows + self.specs[t].fallback_rows) * self.width(t, p) * dtype.itemsize
                 for t, num_rows in enumerate(capacities)
             )
 
@@ -366,22 +372,26 @@ class RowInitializer(nn.Module):
             spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
         )
         self._all_have_fallback = all(spec.fallback_rows for spec in specs)
-        rules = [
+        unadmitted_rules = [
             [hash.rule_of(initializer or Constant(spec.default_value), spec)]
             for spec, initializer in zip(specs, initializers, strict=True)
         ]
-        values = torch.tensor([spec.default_value for spec in specs], device="cpu").view(-1, 1)
-        values = values.expand(-1, layout.stride).to(layout.dtypes[0])
+        default_values = torch.tensor([spec.default_value for spec in specs], device="cpu").view(
+            -1, 1
+        )
+        default_values = default_values.expand(-1, layout.stride).to(layout.dtypes[0])
         self._stride, self._has_fallback = layout.stride, layout.has_fallback
-        fallback = [(layout.first_fallback_row(t), s.fallback_rows) for t, s in enumerate(specs)]
+        fallback = [
+            (layout.first_fallback_row(t), spec.fallback_rows) for t, spec in enumerate(specs)
+        ]
         for name, tensor in (
             ("row_layout", layout.initial_layout(device)),
             ("rules", layout.initial_rules(device)),
-            ("default_values", values.contiguous().to(device)),
+            ("default_values", default_values.contiguous().to(device)),
             ("unadmitted_layout", layout.default_row_layout(0, device)),
             (
                 "unadmitted_rules",
-                torch.tensor(rules, dtype=torch.float64, device="cpu").view(-1, 1, 7),
+                torch.tensor(unadmitted_rules, dtype=torch.float64, device="cpu").view(-1, 1, 7),
             ),
             ("fallback", torch.tensor(fallback, dtype=torch.int64, device="cpu").view(-1, 2)),
         ):
@@ -415,10 +425,10 @@ class RowInitializer(nn.Module):
         """Write initial values into the fallback rows, as for the keys -1, -2, ... in order."""
         if not self._has_fallback:
             return
-        first_rows, counts = self.fallback.unbind(1)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        tables = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
-        positions = torch.arange(tables.numel(), device=counts.device)
+        first_rows, num_rows = self.fallback.unbind(1)
+        offsets = torch.cat([num_rows.new_zeros(1), num_rows.cumsum(0)])
+        tables = torch.arange(num_rows.numel(), device=num_rows.device).repeat_interleave(num_rows)
+        positions = torch.arange(tables.numel(), device=num_rows.device)
         row_indices = positions - offsets[tables]
         hash.initial_rows_(
             buffers,
@@ -435,11 +445,11 @@ class RowInitializer(nn.Module):
         """Return reads of the slots of a batch, in which keys without one read fallback rows."""
         if not self._has_fallback:
             return BatchReads(slots)
-        first_rows, counts = self.fallback[tables_of(keys)].unbind(1)
-        is_fallback = (slots < 0) & (counts > 0)
+        first_rows, num_rows = self.fallback[tables_of(keys)].unbind(1)
+        is_fallback = (slots < 0) & (num_rows > 0)
         if is_padded():  # ids before the first bag are not lookups
             is_fallback &= torch.arange(slots.numel(), device=slots.device) >= keys.starts[0]
-        rows = first_rows + range_indices(keys.ids, counts)
+        rows = first_rows + range_indices(keys.ids, num_rows)
         return BatchReads(torch.where(is_fallback, rows, slots), is_fallback=is_fallback)
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
@@ -454,11 +464,11 @@ class RowInitializer(nn.Module):
         default_rows = self.default_values.view(-1)
         if self._draws_unadmitted and inserted.result is not None and slots.numel():
             status, groups = inserted.result.status, inserted.misses.groups
-            unadmitted = status == hash.NOT_ADMITTED
-            default_rows = torch.cat([default_rows, self._draw_rows(keys, inserted, unadmitted)])
-            indices = groups.clamp(min=0).long()
-            is_drawn = (groups >= 0) & unadmitted[indices]
-            drawn_slots = self.default_values.size(0) + indices
+            is_unadmitted = status == hash.NOT_ADMITTED
+            default_rows = torch.cat([default_rows, self._draw_rows(keys, inserted, is_unadmitted)])
+            miss_indices = groups.clamp(min=0).long()
+            is_drawn = (groups >= 0) & is_unadmitted[miss_indices]
+            drawn_slots = self.default_values.size(0) + miss_indices
             default_slots = torch.where(is_drawn, drawn_slots, default_slots)
         return reads.with_defaults(default_slots.to(torch.int32), default_rows)
 
@@ -475,10 +485,10 @@ class RowInitializer(nn.Module):
         default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
         return reads.with_defaults(default_slots, self.default_values.view(-1))
 
-    def _draw_rows(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
+    def _draw_rows(self, keys: Keys, inserted: InsertedBatch, is_unadmitted: Tensor) -> Tensor:
         """Draw flat default rows by miss, `[L * stride]`, for the keys that were not admitted."""
         assert inserted.misses is not None
-        num_misses = unadmitted.numel()
+        num_misses = is_unadmitted.numel()
         rows = self.default_values.new_zeros(num_misses * self._stride)
         layout = self.unadmitted_layout.clone()
         layout[:, :, InitialLayoutColumn.ROWS].fill_(num_misses)
@@ -490,7 +500,7 @@ class RowInitializer(nn.Module):
             keys.ids,
             inserted.misses.first,
             inserted.misses.offsets,
-            torch.where(unadmitted, indices, -1),
+            torch.where(is_unadmitted, indices, -1),
             self.seed,
         )
         return rows

@@ -254,29 +254,29 @@ class _EvictedRows(NamedTuple):
         """Return the rows of the first buffers: weights and optimizer states."""
         has_scores = self.entries.shape[1] > HashEntryColumn.SCORE
         scores = self.entries[:, -1] if has_scores else torch.zeros_like(self.keys)
-        keys, stamps, scores = (c.contiguous() for c in (self.keys, self.stamps, scores))
+        keys, stamps, scores = (column.contiguous() for column in (self.keys, self.stamps, scores))
         return StoredRows(keys, stamps, scores, torch.cat(self.rows[:num_buffers], 1))
 
 
 def _slot_bytes(state: DynamicState, table: int) -> Iterator[Tensor]:
     """Yield the rows that move with the slots of a table, per buffer, as bytes `[rows, n]`."""
-    rows = state.specs[table].rows
+    num_rows = state.specs[table].rows
     buffers, layout, _ = state.slot_rows()
     for buffer, (first_byte, row_bytes) in zip(buffers, layout[table].tolist(), strict=True):
-        table_bytes = buffer.view(torch.uint8)[first_byte : first_byte + rows * row_bytes]
-        yield table_bytes.view(rows, row_bytes)
+        table_bytes = buffer.view(torch.uint8)[first_byte : first_byte + num_rows * row_bytes]
+        yield table_bytes.view(num_rows, row_bytes)
 
 
-def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -> None:
-    """Return the memory of the slots and rows in [rows, rows_before), which are not in use.
+def release_rows(state: DynamicState, table: int, rows_before: int, rows_now: int) -> None:
+    """Return the memory of the slots and rows in [rows_now, rows_before), which are not in use.
 
     Their content is unspecified afterwards.
     """
-    for tensor, *range_numbers in state.index.memory_ranges(table, rows_before, rows):
-        release_memory(tensor, *range_numbers)
+    for tensor, *range_bounds in state.index.memory_ranges(table, rows_before, rows_now):
+        release_memory(tensor, *range_bounds)
     for view in _slot_bytes(state, table):
         row_bytes = view.shape[1]
-        release_memory(view.view(-1), 0, rows_before * row_bytes, rows * row_bytes)
+        release_memory(view.view(-1), 0, rows_before * row_bytes, rows_now * row_bytes)
 
 
 def release_memory(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
@@ -292,8 +292,8 @@ def release_memory(tensor: Tensor, first_element: int, used_before: int, used_no
     end = tensor.data_ptr() + (first_element + used_before) * tensor.element_size()
     first_page, page_end = -(-begin // mmap.PAGESIZE), end // mmap.PAGESIZE
     if first_page < page_end:
-        size = (page_end - first_page) * mmap.PAGESIZE
-        madvise(first_page * mmap.PAGESIZE, size, mmap.MADV_DONTNEED)
+        num_bytes = (page_end - first_page) * mmap.PAGESIZE
+        madvise(first_page * mmap.PAGESIZE, num_bytes, mmap.MADV_DONTNEED)
 
 
 @cache

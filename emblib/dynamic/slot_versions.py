@@ -181,10 +181,10 @@ class SlotVersions:
         if self.by_slot is None:
             device = index.tags.device
             versions = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
-            nbytes = versions.itemsize
-            layout = [[[first * nbytes, nbytes]] for first in self._first_slots[:-1]]
-            for t, first in enumerate(self._first_slots[:-1]):
-                memory.advise_growth(versions, first, 0, index.capacity(t))
+            itemsize = versions.itemsize
+            layout = [[[first_slot * itemsize, itemsize]] for first_slot in self._first_slots[:-1]]
+            for t, first_slot in enumerate(self._first_slots[:-1]):
+                memory.advise_growth(versions, first_slot, 0, index.capacity(t))
             self.layout = torch.tensor(layout, device=device)
             self.by_slot = versions
         return self.by_slot

@@ -441,8 +441,8 @@ def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
         ValueError: `remember` is negative or more than 2^40.
         TypeError: `remember` is not an int.
     """
-    current = state.statistics
-    if current is None or current.remember != remember:
+    collector = state.statistics
+    if collector is None or collector.remember != remember:
         state.statistics = StatisticsCollector(len(state.specs), remember)
 
 
@@ -568,8 +568,8 @@ def eviction_score(state: DynamicState, table: int | str) -> int | None:
 
     Reads the device.
     """
-    number = state.table_number(table)
-    return None if state.scores is None else state.scores.by_table()[number]
+    table_number = state.table_number(table)
+    return None if state.scores is None else state.scores.by_table()[table_number]
 
 
 @of_state

@@ -64,10 +64,10 @@ class AgeHistogram:
 
         It is at most twice the exact quantile, or 1, and infinite in the last bin.
         """
-        num_seen, num_wanted = 0, share * self.num_keys
+        num_seen, num_required = 0, share * self.num_keys
         for bound, count in zip((*AGE_BOUNDS, math.inf), self.counts, strict=True):
             num_seen += count
-            if count and num_seen >= num_wanted:
+            if count and num_seen >= num_required:
                 return float(bound)
         return math.nan
 
@@ -177,10 +177,16 @@ class TableStatistics:
         """
         if not shards:
             raise ValueError("statistics of at least one shard are needed, got none")
-        columns = [{name: getattr(s, name) for name in cls.__dataclass_fields__} for s in shards]
+        fields_of_shards = [
+            {name: getattr(shard, name) for name in cls.__dataclass_fields__} for shard in shards
+        ]
         merged: dict[str, Any] = {}
         for name in cls.__dataclass_fields__:
-            values = [column[name] for column in columns if column[name] is not None]
+            values = [
+                fields_of_shard[name]
+                for fields_of_shard in fields_of_shards
+                if fields_of_shard[name] is not None
+            ]
             if not values:
                 merged[name] = None
             elif name == "step":
@@ -310,7 +316,7 @@ class StatisticsCollector:
         if self._evicted_keys is not None:
             positions, weights = _positions_where(is_evicting | (status == hash.NEW))
             inserted_keys = keys.ids[misses.first[: status.numel()][positions]]
-            cells = self._cells(table_of_miss[positions], inserted_keys)
+            cells = self._cells_of(table_of_miss[positions], inserted_keys)
             self._count_reinserted(cells, table_of_miss[positions], weights, effects)
         positions, weights = _positions_where(is_evicting)
         evicted_keys, stamps, _ = result.evicted[: status.numel()][positions].unbind(1)
@@ -344,9 +350,9 @@ class StatisticsCollector:
         _add_once(effects, self._ages, tables * _NUM_BINS + bins, weights)
         _add_once(effects, self._total_age, tables, torch.where(weights > 0, ages, 0))
         if self._evicted_keys is not None:
-            self._remember(self._cells(tables, keys), weights)
+            self._remember(self._cells_of(tables, keys), weights)
 
-    def _cells(self, tables: Tensor, keys: Tensor) -> _Cells:
+    def _cells_of(self, tables: Tensor, keys: Tensor) -> _Cells:
         """Return keys of some tables with their cells, numbered over all tables."""
         return _Cells((tables << self._cells_log2) + self._cell_of(keys), keys)
 
@@ -384,15 +390,17 @@ class StatisticsCollector:
 
     def read(self) -> list[TrackedCounts]:
         """Return the counts per table (reads the device)."""
-        ages = self._ages.view(self._num_tables, _NUM_BINS).tolist()
+        counts_by_table = self._ages.view(self._num_tables, _NUM_BINS).tolist()
         reinserted = self._reinserted.tolist() if self.remember else [None] * self._num_tables
         return [
-            TrackedCounts(refused, not_admitted, returned, AgeHistogram(tuple(counts), total))
-            for refused, not_admitted, returned, counts, total in zip(
+            TrackedCounts(
+                refused, not_admitted, num_reinserted, AgeHistogram(tuple(counts), total_age)
+            )
+            for refused, not_admitted, num_reinserted, counts, total_age in zip(
                 self._refused.tolist(),
                 self._not_admitted.tolist(),
                 reinserted,
-                ages,
+                counts_by_table,
                 self._total_age.tolist(),
                 strict=True,
             )

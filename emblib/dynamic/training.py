@@ -56,7 +56,7 @@ from emblib.tables.recomputation import CheckpointedForward
 
 @without_gradients
 def insert_or_repeat(
-    state: DynamicState, keys: Keys, counts: Tensor | None, running: CheckpointedForward | None
+    state: DynamicState, keys: Keys, counts: Tensor | None, forward: CheckpointedForward | None
 ) -> TrainingUpdate:
     """Insert the keys of a training batch, or find the keys of a forward that backward repeats.
 
@@ -64,7 +64,7 @@ def insert_or_repeat(
         state: the tables, whose lock this thread holds.
         keys: the batch.
         counts: uses per position, see `insert_batch`.
-        running: the checkpointed regions around the lookup; None outside of them.
+        forward: the checkpointed regions around the lookup; None outside of them.
 
     Returns:
         The slots that the lookup reads, and the hooks for its backward.
@@ -72,16 +72,16 @@ def insert_or_repeat(
     Raises:
         Exception: see `insert_batch`.
     """
-    if running is not None and running.is_recomputation:
-        return TrainingUpdate.from_repetition(running.recall(state), keys)
+    if forward is not None and forward.is_recomputation:
+        return TrainingUpdate.from_repetition(forward.recall(state), keys)
     inserted = insert_batch(state, keys, counts)
     reads = state.row_initializer.reads_of_inserted(keys, inserted)
     slots = inserted.slots
     if reads.is_fallback is not None:
         slots = torch.where(reads.is_fallback, reads.indices, slots)
     update = state.update_of(keys, slots, reads)
-    if running is not None:
-        running.note(state, update)
+    if forward is not None:
+        forward.note(state, update)
     return update
 
 
@@ -378,8 +378,8 @@ class BatchInsertion:
             rows = _rows_of_new_keys(state.layout, keys, inserted)
             if state.is_deferred:
                 _drop_gradients(state, rows)
-            for function in state.on_new_rows:
-                function(rows)
+            for callback in state.on_new_rows:
+                callback(rows)
 
     def _expire(self, expiry: Expiry) -> None:
         """Remove the keys that expired in the buckets that are due."""
@@ -541,12 +541,12 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
         if spec.fallback_rows:
             effect = "read and train fallback rows"
         is_in_budget = state.index.limits[t] < spec.max_buckets
-        size = f"of capacity {spec.rows}"
+        size_text = f"of capacity {spec.rows}"
         if is_in_budget:
-            size = f"of {state.index.capacity(t)} rows in a memory budget"
+            size_text = f"of {state.index.capacity(t)} rows in a memory budget"
         message = (
-            f"emblib: {num_refused} keys found no slot in table {state.table_names[t]!r} {size} "
-            f"(eviction {spec.eviction.value}): they {effect}; choose a larger "
+            f"emblib: {num_refused} keys found no slot in table {state.table_names[t]!r} "
+            f"{size_text} (eviction {spec.eviction.value}): they {effect}; choose a larger "
             f"{'budget' if is_in_budget else 'capacity'}, or smaller batches"
         )
         if spec.on_insert_failure is OnInsertFailure.RAISE:
@@ -583,10 +583,10 @@ def track_optimizer_state(state: DynamicState, optimizer: torch.optim.Optimizer)
     if weights.dim() != 2:
         raise ValueError(
             "track_optimizer_state needs tables with optim.External and one dim, got "
-            f"{state.optimizer_name} and dims {sorted({s.dim for s in state.specs})}"
+            f"{state.optimizer_name} and dims {sorted({spec.dim for spec in state.specs})}"
         )
     param_groups = optimizer.param_groups
-    if not any(p is weights for group in param_groups for p in group["params"]):
+    if not any(parameter is weights for group in param_groups for parameter in group["params"]):
         raise ValueError("the optimizer must have the weights of this module among its own")
     state.on_new_rows.append(partial(_reset_states, optimizer, weights))
 
@@ -645,7 +645,7 @@ def check_optimizer(
             "the rows; use an optimizer that backward applies, e.g. optim.SGD(0.01), or tables "
             "without a backing store"
         )
-    if any(s.buckets < s.max_buckets for s in specs):
+    if any(spec.buckets < spec.max_buckets for spec in specs):
         raise ValueError(
             f"{description(optimizer)} keeps its {subject} outside, where they would not move with "
             "the rows of a table that grows: leave initial_capacity out, or use an optimizer that "
@@ -742,7 +742,7 @@ def check_replicas(tags: Tensor, weights: Tensor) -> None:
             "while rows stay those of each rank; pass broadcast_buffers=False"
         )
     has_gradient = weights.requires_grad and not is_updated_in_backward(weights)
-    if has_gradient and any(p is weights for p in ddp._module_parameters):
+    if has_gradient and any(parameter is weights for parameter in ddp._module_parameters):
         raise RuntimeError(
             "DistributedDataParallel adds up gradients by row, and a row of dynamic tables is "
             "another key on each rank; use a fused optimizer, or name the weights in "

@@ -128,7 +128,10 @@ class TTCache:
         else:
             num_spilled = _per_table("spill_rows", self.spill_rows, tables)
         row_counts = zip(num_cached, num_spilled, tables, strict=True)
-        return [min(cached + spilled, spec.rows) for cached, spilled, spec in row_counts]
+        return [
+            min(num_cached_rows + num_spilled_rows, spec.rows)
+            for num_cached_rows, num_spilled_rows, spec in row_counts
+        ]
 
     @property
     def placement(self) -> Placement:

@@ -20,7 +20,7 @@ _ROWS_PER_CHUNK = 1 << 14  # rows computed at a time
 _MAX_ROWS_IN_INT64 = 1 << 31  # up to here row id times multiplier fits into int64
 
 
-def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
+def compute_rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
     """Compute the rows `[n, dim]` of valid ids, int64 `[n]`, from the cores."""
     return torch.cat(
         [_rows_at(spec, cores, _train_rows_of(spec, chunk)) for chunk in ids.split(_ROWS_PER_CHUNK)]
