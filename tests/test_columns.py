@@ -85,7 +85,7 @@ def test_columns_have_the_order_of_the_struct(enum: type[IntEnum]) -> None:
 
 def test_plans_have_the_tensors_of_csrc() -> None:
     native = [name.removeprefix("tt_") for name, _ in _enumerators("TtPlanTensor")]
-    assert native == [*tt.TTPlan._fields, "plan_tensors"]
+    assert native == [*tt.TTPlan._fields, "num_tt_plan_tensors"]
 
 
 def test_a_feature_row_has_the_columns_of_features() -> None:

@@ -20,9 +20,9 @@
 namespace emb {
 
 inline constexpr uint32_t kCrcPolynomial = 0xEDB88320;
-inline constexpr int kCrcTables = 16;  // also the bytes per step of extend_crc32_by_tables
+inline constexpr int kNumCrcTables = 16;  // also the bytes per step of extend_crc32_by_tables
 
-using CrcTables = std::array<std::array<uint32_t, 256>, kCrcTables>;
+using CrcTables = std::array<std::array<uint32_t, 256>, kNumCrcTables>;
 
 // Return the tables: entry [k][byte] is the CRC of `byte` followed by k zero bytes, not inverted.
 constexpr CrcTables make_crc_tables() {
@@ -32,7 +32,7 @@ constexpr CrcTables make_crc_tables() {
     for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? kCrcPolynomial : 0);
     tables[0][byte] = crc;
   }
-  for (int k = 1; k < kCrcTables; ++k) {
+  for (int k = 1; k < kNumCrcTables; ++k) {
     for (uint32_t byte = 0; byte < 256; ++byte) {
       const uint32_t crc = tables[k - 1][byte];
       tables[k][byte] = (crc >> 8) ^ tables[0][crc & 0xFF];
@@ -41,24 +41,25 @@ constexpr CrcTables make_crc_tables() {
   return tables;
 }
 
-inline constexpr CrcTables kCrcTable = make_crc_tables();
+inline constexpr CrcTables kCrcTables = make_crc_tables();
 
-// Return `crc`, a CRC that is not inverted, continued over `size` >= 0 bytes.
+// Extend a CRC by the `size` >= 0 bytes of `data`. `crc` and the result are not inverted.
 inline uint32_t extend_crc32_by_tables(uint32_t crc, const unsigned char* data, int64_t size) {
   if constexpr (std::endian::native == std::endian::little) {
-    for (; size >= kCrcTables; data += kCrcTables, size -= kCrcTables) {
+    for (; size >= kNumCrcTables; data += kNumCrcTables, size -= kNumCrcTables) {
       uint32_t words[4];
       std::memcpy(words, data, sizeof(words));
       words[0] ^= crc;
       crc = 0;
       for (int word = 0; word < 4; ++word) {
         for (int byte = 0; byte < 4; ++byte) {
-          crc ^= kCrcTable[kCrcTables - 1 - 4 * word - byte][(words[word] >> (8 * byte)) & 0xFF];
+          crc ^=
+              kCrcTables[kNumCrcTables - 1 - 4 * word - byte][(words[word] >> (8 * byte)) & 0xFF];
         }
       }
     }
   }
-  for (; size > 0; ++data, --size) crc = (crc >> 8) ^ kCrcTable[0][(crc ^ *data) & 0xFF];
+  for (; size > 0; ++data, --size) crc = (crc >> 8) ^ kCrcTables[0][(crc ^ *data) & 0xFF];
   return crc;
 }
 
@@ -73,8 +74,9 @@ inline constexpr int64_t kCrcFoldBytes = 64;  // bytes per step, in four registe
 
 // The next two functions need a processor with PCLMULQDQ and SSE4.1.
 
-// Multiply `value` by the power of x for which `factors` were computed, and add `addend`. Return
-// 128 bits that have the same remainder modulo the polynomial as the result.
+// Multiply `value` by the power of x for which `factors` were computed, and add `addend`, a
+// polynomial over GF(2). Return 128 bits with the remainder of the result modulo the CRC
+// polynomial.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, __m128i factors,
                                                                  __m128i addend) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
@@ -82,8 +84,10 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, 
   return _mm_xor_si128(_mm_xor_si128(low, high), addend);
 }
 
-// Return the CRC-32 of `size` >= 0 bytes. The constants are from the paper above: factors x^k mod
-// P, bit-reflected, for the distances of the folds, and the polynomial with its quotient.
+// Return the CRC-32 of `size` >= 0 bytes: fold 64 bytes per step, then 16, reduce the sum to 32
+// bits, and extend it by the last bytes with the tables. The constants are from the paper above:
+// factors x^k mod P, bit-reflected, for the distances of the folds, and the polynomial P with its
+// quotient for Barrett's reduction.
 __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const unsigned char* data,
                                                                           int64_t size) {
   if (size < kCrcFoldBytes) return crc32_by_tables(data, size);

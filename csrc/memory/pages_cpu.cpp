@@ -62,18 +62,19 @@ Tensor to_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
 }
 
 // A function that returns the CRC-32 of `size` bytes.
-using Crc = uint32_t (*)(const unsigned char* data, int64_t size);
+using Crc32Fn = uint32_t (*)(const unsigned char* data, int64_t size);
 
 // Return the fastest of crc32.h's functions that the processor and EMBLIB_ISA (core/isa.h) allow.
-Crc pick_crc() {
+Crc32Fn select_crc32() {
 #if defined(EMB_X86)
   if (cpu_isa() != Isa::kBaseline && __builtin_cpu_supports("pclmul")) return crc32_by_folding;
 #endif
   return crc32_by_tables;
 }
 
-// Return the CRC-32 of each page of `data` whose number is in `pages`, [n]: uint8 [n, 4], in the
-// byte order of the machine. The last page of `data` may be short. Throws for a number of no page.
+// Return the CRC-32 of page pages[i] of `data` for each i: uint8 [n, 4], in the byte order of the
+// machine. `data` is uint8 and `pages` int64 [n]. The last page of `data` may be short. Throws if a
+// page does not exist.
 Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_bytes) {
   const char* op = "page_crc32";
   const unsigned char* data = byte_array(op, "data", data_in);
@@ -86,9 +87,9 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
                     "), got ", pages[i]);
   }
   constexpr int64_t kCrcBytes = sizeof(uint32_t);
-  Tensor sums = allocate(data_in, {n, kCrcBytes});
-  auto* out = static_cast<char*>(sums.mutable_data_ptr());
-  static const Crc crc32 = pick_crc();
+  Tensor checksums = allocate(data_in, {n, kCrcBytes});
+  auto* out = static_cast<char*>(checksums.mutable_data_ptr());
+  static const Crc32Fn crc32 = select_crc32();
   const auto cost = [&](int64_t i) { return std::min(page_bytes, size) * i; };
   parallel_balanced(n, kCrcGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -97,7 +98,7 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
       std::memcpy(out + kCrcBytes * i, &crc, kCrcBytes);
     }
   });
-  return sums;
+  return checksums;
 }
 
 // Rows of one size, and their pages: row r has the `row_bytes` bytes from byte first_byte + r *
@@ -140,7 +141,8 @@ struct RowPages {
 };
 
 // Return the pages of `rows` whose mark is 0, int64 [m], in the order of `rows`. A page of several
-// rows may repeat. Pages beyond the end of `marks` are left out, and negative rows have no pages.
+// rows may repeat. Pages beyond the end of `marks`, uint8 by page, are omitted, and negative rows
+// have no pages.
 Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t row_bytes,
                           int64_t first_byte, int64_t page_bytes) {
   const char* op = "pages_without_mark";
@@ -160,8 +162,9 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
   return to_tensor(rows_in, unmarked);
 }
 
-// Set the marks of the pages of `rows` to 1 in every vector of `marks`; negative rows have no
-// pages. Throws, before anything is written, if a page is beyond the end of one of the vectors.
+// Set the marks of the pages of `rows` to 1 in every vector of `marks`, uint8 by page; negative
+// rows have no pages. Throws, before anything is written, if a page is beyond the end of one of the
+// vectors.
 void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t row_bytes,
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";
@@ -185,9 +188,10 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t ro
   }
 }
 
-// Return the entry of `file_slots` for each of `slots`, int64 [n]; -1 for slot -1, and for an entry
-// that is hidden: `is_hidden`, uint8 by file slot, is not 0 there. Without `is_hidden` none is.
-// Throws for other slots outside `file_slots`, and for an entry beyond the end of `is_hidden`.
+// Return the file slot file_slots[slot], -1 for none, of each slot in `slots`, int64 [n]. The
+// result is -1 for slot -1, and for file slots that are hidden: those for which `is_hidden`, uint8
+// by file slot, is not 0. Without `is_hidden` none is hidden. Throws for other slots outside
+// `file_slots`, and for a file slot beyond the end of `is_hidden`.
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
@@ -221,7 +225,7 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
 #define MADV_POPULATE_READ 22  // Linux 5.14
 #endif
 
-// The system reads at most the device's read-ahead per advice, 128 KiB by default.
+// The system reads at most the device's read-ahead per call of madvise, 128 KiB by default.
 constexpr int64_t kBytesPerAdvice = 1 << 17;
 constexpr int64_t kMaxProbes = 16;  // maximum number of probed rows, at equal distances in `rows`
 
@@ -264,10 +268,10 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 
 #endif
 
-// Read those pages of `rows` of the mapped file `data` that are not in memory. Throws if a row
-// begins beyond `data`. A row extends the range of the rows before it in `rows` if it begins on a
-// page of that range or on the page after it; otherwise it begins a range. Return two int64
-// tensors:
+// Read those pages of `rows` of the mapped file `data`, uint8, that are not in memory, and wait
+// until they are read. Throws if a row begins beyond `data`. A row extends the range of the rows
+// before it in `rows` if it begins on a page of that range or on the page after it; otherwise it
+// begins a range. Return two int64 tensors:
 //   [m]  for each range with unreadable pages, the byte of `data` at which the first of them begins
 //   [1]  the number of ranges: 0 if all probed pages are in memory, and on systems other than Linux
 std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in,

@@ -1,10 +1,13 @@
 // Formats of read-only rows, and the arguments of their ops.
 //
-// A quantised row has a header, its scale and offset as two fp16 values; then a *number* of 2, 4 or
-// 8 bits per column; then zeros up to a multiple of 4 bytes, so that a GPU can load words. A number
-// q is an integer or a float of 8 bits; its value is `scale * q + offset`. Columns fill a byte from
-// its lowest bits on. Rows of 16 and 32 bits have floats, without a header. FBGEMM's IntNBit rows
-// have the same format.
+// A quantised row consists of
+//   * its header: its scale and offset, two fp16 values;
+//   * its *numbers* q, one per column: integers of 2, 4 or 8 bits, or floats of 8 bits. Columns
+//   fill
+//     a byte from its lowest bits on. The value of a column is scale * q + offset;
+//   * zeros up to a multiple of 4 bytes, so that a GPU can load words.
+// Rows in fp16, bf16 and fp32 have values instead of numbers, and no header. Rows of integers in
+// FBGEMM's IntNBit tables have the same header and numbers.
 #pragma once
 
 #include <cmath>
@@ -32,7 +35,7 @@ enum RowFormat : int {
 inline constexpr int kRowFormats[] = {kInt2, kInt4, kInt8, kFp8E4m3, kFp8E5m2, kFp16, kBf16, kFp32};
 inline constexpr int kNumRowFormats = sizeof(kRowFormats) / sizeof(int);
 
-// Return the position of a format in `kRowFormats`, -1 for other codes.
+// Return the position of a format in `kRowFormats`, -1 for a code that is not there.
 constexpr int format_index(int64_t format) {
   for (int i = 0; i < kNumRowFormats; ++i) {
     if (kRowFormats[i] == format) return i;
@@ -40,13 +43,13 @@ constexpr int format_index(int64_t format) {
   return -1;
 }
 
-// The header of a row of integers or of floats of 8 bits: value = scale * number + offset.
-struct RowScale {
+// The header of a row in a format with has_scale(): value = scale * number + offset.
+struct RowHeader {
   half16 scale, offset;
 };
 
-inline constexpr int kWordBytes = 4;  // rows are a multiple of a word
-inline constexpr int kHeaderBytes = sizeof(RowScale);
+inline constexpr int kWordBytes = 4;  // the size of a row is a multiple of a word
+inline constexpr int kHeaderBytes = sizeof(RowHeader);
 static_assert(kHeaderBytes == 4);
 
 inline constexpr float kMaxHalf = 65504.0f;
@@ -58,25 +61,26 @@ EMB_HD constexpr int bits_per_column(int format) {
 }
 
 EMB_HD constexpr bool is_integer(int format) { return format <= kInt8; }
-// Return whether rows of this format have a header, a RowScale.
+// Return whether rows of this format have a header, a RowHeader.
 EMB_HD constexpr bool has_scale(int format) { return format < kFp16; }
 
-// Return the bytes of a row before its numbers.
+// Return the number of bytes of a row before its numbers.
 EMB_HD constexpr int header_bytes(int format) { return has_scale(format) ? kHeaderBytes : 0; }
 
-// Return the bytes that the numbers of `columns` columns take.
-EMB_HD constexpr int64_t packed_bytes(int64_t columns, int format) {
-  return (columns * bits_per_column(format) + 7) / 8;
+// Return the number of bytes that the numbers of `num_columns` columns take, the last one rounded
+// up.
+EMB_HD constexpr int64_t packed_bytes(int64_t num_columns, int format) {
+  return (num_columns * bits_per_column(format) + 7) / 8;
 }
 
-// Return the bytes of a row of `dim` columns, header and padding included.
+// Return the number of bytes of a row of `dim` columns, header and padding included.
 EMB_HD int64_t row_bytes(int64_t dim, int format) {
   const uint64_t words = (static_cast<uint64_t>(dim * bits_per_column(format)) + 31) / 32;
   return header_bytes(format) + static_cast<int64_t>(words) * kWordBytes;
 }
 
-// A float of 8 bits has a sign, mantissa_bits(format) bits of mantissa, and an exponent of this
-// bias.
+// The next functions are for kFp8E4m3 and kFp8E5m2 only. A float of 8 bits has a sign, an exponent
+// with the bias exponent_bias(), and mantissa_bits() bits of mantissa.
 EMB_HD constexpr int mantissa_bits(int format) { return format == kFp8E4m3 ? 3 : 2; }
 EMB_HD constexpr int exponent_bias(int format) { return format == kFp8E4m3 ? 7 : 15; }
 EMB_HD constexpr float max_float8(int format) { return format == kFp8E4m3 ? 448.0f : 57344.0f; }
@@ -108,40 +112,42 @@ EMB_HD float clamp_to_half(float x) {
   return (x > kMaxHalf ? kMaxHalf : (x < -kMaxHalf ? -kMaxHalf : x)) + 0.0f;
 }
 
-// Return the header of a row whose minimum and maximum are `low` and `high`, both finite; they are
-// clamped to the range of fp16 first. For integers it is the header of FBGEMM: the offset is the
-// minimum in fp16, and the scale is (maximum - offset) / largest number. (The scale is negative if
-// the values are equal and the offset was rounded up.) For floats of 8 bits the offset is 0, and
-// the scale is large enough that no magnitude exceeds max_float8. A scale of 0 is replaced by 1.
-EMB_HD RowScale row_scale(float low, float high, int format) {
+// Return the header of a row with this minimum and maximum, both finite; they are clamped to the
+// range of fp16 first. `format` must have a header. For integers it is the header of FBGEMM: the
+// offset is the minimum in fp16, and the scale is (maximum - offset) / largest number. (The scale
+// is negative if the maximum is below the offset, which may have been rounded up.) For floats of 8
+// bits the offset is 0, and the scale is large enough that no magnitude exceeds max_float8. A scale
+// of 0 is replaced by 1.
+EMB_HD RowHeader row_header(float minimum, float maximum, int format) {
   const half16 one = {0x3c00u};
   if (!is_integer(format)) {
-    const float magnitude = clamp_to_half(-low > high ? -low : high);
+    const float magnitude = clamp_to_half(-minimum > maximum ? -minimum : maximum);
     half16 scale = from_float<half16>(magnitude / max_float8(format));
     if (to_float(scale) * max_float8(format) < magnitude) ++scale.bits;
     return {scale.bits == 0 ? one : scale, {0}};
   }
-  const half16 offset = from_float<half16>(clamp_to_half(low));
-  const float range = clamp_to_half(high) - to_float(offset);
+  const half16 offset = from_float<half16>(clamp_to_half(minimum));
+  const float range = clamp_to_half(maximum) - to_float(offset);
   const half16 scale = from_float<half16>(range / static_cast<float>((1 << format) - 1));
   return {(scale.bits & 0x7fffu) == 0 ? one : scale, offset};
 }
 
-// The offset of a row and the inverse of its scale, as floats.
-struct InverseScale {
-  float inverse, offset;
+// The offset of a row and the inverse of its scale, as floats, to encode its values.
+struct InverseHeader {
+  float inverse_scale, offset;
 
-  EMB_HD explicit InverseScale(RowScale row)
-      : inverse(1.0f / to_float(row.scale)), offset(to_float(row.offset)) {}
+  EMB_HD explicit InverseHeader(RowHeader row)
+      : inverse_scale(1.0f / to_float(row.scale)), offset(to_float(row.offset)) {}
 };
 
 // Return the bits of a value in a row of this format, rounded to the nearest number, ties to even.
-// In a format with a header, values outside the range of the numbers are clamped to the range.
-EMB_HD uint32_t encode(float value, InverseScale row, int format) {
+// In a format with a header, values outside the range of the numbers are clamped to the range; in
+// other formats `row` is not read.
+EMB_HD uint32_t encode(float value, InverseHeader row, int format) {
   if (format == kFp32) return float_bits(value);
   if (format == kFp16) return from_float<half16>(value).bits;
   if (format == kBf16) return from_float<bfloat16>(value).bits;
-  const float unrounded = (value - row.offset) * row.inverse;
+  const float unrounded = (value - row.offset) * row.inverse_scale;
   const float max_number =
       is_integer(format) ? static_cast<float>((1 << format) - 1) : max_float8(format);
   const float capped = unrounded < max_number ? unrounded : max_number;
@@ -153,8 +159,8 @@ EMB_HD uint32_t encode(float value, InverseScale row, int format) {
 
 // The arguments of the CPU kernels of `quantize_rows_`. Pointers are to the op's tensors.
 struct QuantizeArgs {
-  const void* rows;  // [R, dim], dim > 0; the kernel is chosen by dtype
-  uint8_t* packed;   // [R, row_bytes(dim, format)], an output
+  const void* weights;  // [R, dim], dim > 0, of the dtype for which the kernel is chosen
+  uint8_t* packed;      // [R, row_bytes(dim, format)], an output
   int64_t dim;
 };
 
@@ -163,14 +169,14 @@ using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last
 
 // The CPU kernels of `quantize_rows_`.
 struct QuantizeTable {
-  QuantizeFn kernels[kNumRowFormats][kNumDtypes];  // [format_index][dtype of `rows`]
+  QuantizeFn kernels[kNumRowFormats][kNumDtypes];  // [format_index][dtype of `weights`]
 };
 
 // The arguments of the CPU kernels of `quant_lookup`, which pool a range of bags of one feature.
 // Pointers are to the op's tensors.
 struct QuantLookupArgs {
-  const uint8_t* packed;  // [rows, row_bytes(dim, format)]: the feature's table
-  int64_t rows, dim;
+  const uint8_t* packed;  // [num_rows, row_bytes(dim, format)]: the feature's table
+  int64_t num_rows, dim;
   const void* indices;  // [L] of all features, int32 or int64; repaired as they are read
   BagItems bags;
   const float* sample_weights;  // [L] or null; null without pooling
@@ -183,8 +189,8 @@ using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_
 
 // The CPU kernels of `quant_lookup`.
 struct QuantLookupTable {
-  QuantLookupFn kernels[kNumRowFormats][kNumDtypes]
-                       [2];  // [format_index][output dtype][int64 indices]
+  // [format_index][output dtype][whether indices are int64]
+  QuantLookupFn kernels[kNumRowFormats][kNumDtypes][2];
 };
 
 }  // namespace emb

@@ -11,7 +11,8 @@
 
 namespace emb {
 
-// Check the memory of packed rows: uint8, contiguous, at a multiple of kWordBytes.
+// Check the memory of packed rows: uint8, contiguous, at an address that is a multiple of
+// kWordBytes.
 inline void check_packed(const char* op, const Tensor& packed) {
   check_dtype(op, "packed", packed, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(packed.is_contiguous(), op, ": packed must be contiguous");
@@ -32,8 +33,8 @@ inline void check_format(const char* op, int64_t format) {
 // its code. Otherwise it is minus the sum of 2^code over the formats that occur, and column `tier`
 // of a feature has the code of the feature's format.
 struct RowFormats {
-  bool is_mixed;  // the formats of features differ
-  uint64_t mask;  // bit c: code c occurs
+  bool is_mixed;  // the argument names formats by a mask, so that features may differ
+  uint64_t mask;  // bit c: the format with code c occurs
 
   // Check the argument `format` of an op.
   RowFormats(const char* op, int64_t format)
@@ -51,7 +52,8 @@ struct RowFormats {
   bool has(int64_t code) const { return code >= 0 && code < 64 && ((mask >> code) & 1) != 0; }
 };
 
-// Check the arguments of `quantize_rows_` and return the dtype of `weights`.
+// Check the dtypes, shapes and devices of the arguments of `quantize_rows_`. Return the dtype of
+// `weights`.
 inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& weights,
                             int64_t format) {
   check_format(op, format);
@@ -67,9 +69,9 @@ inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& 
   return type;
 }
 
-// The arguments of a lookup on any device. Shapes, dtypes and devices are checked; the contents of
-// `features` and `bag_layout` are not, because they may be on a device. The object keeps the
-// contiguous tensors alive to which `map`, `bags` and weights() point.
+// The arguments of a lookup on any device. The constructor checks shapes, dtypes and devices, but
+// not the contents of `features` and `bag_layout`, which may be on a device. The object keeps the
+// tensors alive to which `map`, `bags` and weights() point.
 struct QuantCall {
   Tensor packed;    // uint8, the rows of all tables
   Tensor features;  // int64 [F, 8]: Feature, but weight_offset counts bytes of `packed`
@@ -77,7 +79,8 @@ struct QuantCall {
   std::optional<Tensor> bag_layout, sample_weights;
   Pooling pooling;
   RowFormats formats;
-  int64_t columns;  // of an output row, or elements of the output of a variable batch
+  int64_t output_dim;  // columns of an output row; with pooling in a variable batch, elements of
+                       // the whole output
   ScalarType output_dtype;
   Dtype output_type;
   BagMap map;
@@ -86,7 +89,7 @@ struct QuantCall {
   QuantCall(const char* op, const Tensor& packed, const Tensor& features, const Tensor& indices_in,
             const Tensor& offsets_in, const std::optional<Tensor>& bag_layout,
             const std::optional<Tensor>& weights, int64_t pooling_code, int64_t format,
-            int64_t columns, ScalarType output_dtype)
+            int64_t output_dim, ScalarType output_dtype)
       : packed(packed),
         features(features),
         indices(as_contiguous(indices_in)),
@@ -94,7 +97,7 @@ struct QuantCall {
         bag_layout(bag_layout),
         pooling(parse_pooling(op, pooling_code)),
         formats(op, format),
-        columns(columns),
+        output_dim(output_dim),
         output_dtype(output_dtype),
         output_type(float_dtype(op, "output_dtype", output_dtype)) {
     check_packed(op, packed);
@@ -106,7 +109,7 @@ struct QuantCall {
     STD_TORCH_CHECK(pooling != Pooling::kNone || !weights, op,
                     ": sample_weights need sum or mean pooling; with none, scale the output");
     if (weights) sample_weights = as_contiguous(*weights);
-    map = bag_map(op, features.size(0), offsets, bag_layout, columns);
+    map = bag_map(op, features.size(0), offsets, bag_layout, output_dim);
     bags = Bags{index_array(offsets), offsets.numel() - 1, indices.numel()};
   }
 
@@ -115,18 +118,19 @@ struct QuantCall {
   const float* weights() const {
     return sample_weights ? sample_weights->const_data_ptr<float>() : nullptr;
   }
-  // Return [L, columns] without pooling, [columns] in a variable batch, otherwise [B, columns].
+  // Return [L, output_dim] without pooling, [output_dim] in a variable batch, otherwise [B,
+  // output_dim].
   std::vector<int64_t> output_sizes() const {
-    if (pooling == Pooling::kNone) return {indices.numel(), columns};
-    if (is_variable()) return {columns};
+    if (pooling == Pooling::kNone) return {indices.numel(), output_dim};
+    if (is_variable()) return {output_dim};
     const int64_t num_features = features.size(0);
-    return {num_features > 0 ? bags.num_bags / num_features : 0, columns};
+    return {num_features > 0 ? bags.num_bags / num_features : 0, output_dim};
   }
 };
 
-// The arguments of `map_ids` on any device. Shapes, dtypes and devices are checked; the contents of
-// `tables`, `features` and `bag_layout` are not. The object keeps the contiguous tensors alive to
-// which args() points, except `bag_layout`, which the op's caller must keep alive.
+// The arguments of `map_ids` on any device. The constructor checks shapes, dtypes and devices, but
+// not the contents of `tables`, `features` and `bag_layout`. The object keeps the tensors alive to
+// which args() points, except `bag_layout`, which the caller must keep alive.
 struct MapCall {
   Tensor index;   // int64 [words], the memory of arrays and hash tables
   Tensor tables;  // int64 [F, 6], rows of IndexTable

@@ -9,7 +9,7 @@ namespace emb::cuda {
 
 inline constexpr int kMapThreads = 256;
 
-// Write args.rows, in a grid-stride loop over lookups.
+// Write args.rows, grid-stride over lookups.
 __global__ void map_ids_kernel(IndexArgs args) {
   for (int64_t i = simt::global_thread(); i < args.bags.num_lookups; i += simt::threads_in_grid()) {
     if (args.bags.num_bags == 0 || i < args.bags.begin(0)) {

@@ -2,10 +2,11 @@
 // has fewer rows than ids. Its index is an array with the row of each id, or a hash table with the
 // rows of the ids that are stored. The index of a table of keys is a hash table.
 //
-// A hash table is built once and then only read. Its entries are sorted by the hash of their key,
-// and the entry of a key with hash h is at position h or after it. So a search begins at position
-// h. It ends at its key, at the first entry without a row, or at the end of the table. The key and
-// the row of an entry are adjacent, so that most searches read one cache line.
+// A hash table is built once (hash_entries in emblib/ops/quant.py) and then only read. Its entries
+// are sorted by the hash of their key, and the entry of a key with hash h is at position h or after
+// it, without an empty entry between. So a search begins at position h. It ends at its key, at the
+// first empty entry, or at the end of the table. The key and the row of an entry are adjacent, so
+// that most searches read one cache line.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ namespace emb {
 enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
 
 // The index of a feature's table: a row of the tensor `tables`. Its array or hash table lies in the
-// tensor `index`, which all features share.
+// tensor `index`, int64, which all features share. emblib/columns.py has the same names.
 struct IndexTable {
   int64_t kind;       // an IndexKind; if it is kNone, the other members have no effect
   int64_t begin;      // element of `index` at which the array or hash table begins
@@ -46,8 +47,8 @@ EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
 }
 
 // Return the address at which the search for an id begins: the address of its row in the array, or
-// of the IndexEntry at the position of its hash. Return null for an id that is not mapped. The
-// caller may prefetch the address.
+// of the IndexEntry at the position of its hash. Return null for an id that is not mapped. `index`
+// is the memory of all indexes. The caller may prefetch the address.
 EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, int64_t id) {
   const bool is_in_range = table.num_ids < 0 || (id >= 0 && id < table.num_ids);
   if (!is_in_range || table.kind == static_cast<int>(IndexKind::kNone)) return nullptr;
@@ -59,7 +60,7 @@ EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, 
 }
 
 // Return the row of an id whose search begins at `address`, the result of index_address: the id
-// itself if it is not mapped, table.missing if no row is stored for it.
+// itself if it is not mapped, table.missing if it is mapped and no row is stored for it.
 EMB_HD int64_t stored_row(const int64_t* index, const IndexTable& table, int64_t id,
                           const void* address) {
   if (address == nullptr) return id;

@@ -23,9 +23,9 @@ void check_index(const char* op, const Tensor& index, const Tensor& tables) {
     const IndexTable& table = all_tables[f];
     const bool is_array = table.kind == static_cast<int>(IndexKind::kArray);
     const bool is_hash = table.kind == static_cast<int>(IndexKind::kHash);
-    const int64_t elements = index.numel() - table.begin;  // from table.begin on
-    const bool fits = table.begin >= 0 && elements >= 0 && table.entries >= 0 &&
-                      table.entries <= (is_array ? elements * 2 : elements / 2);
+    const int64_t num_elements = index.numel() - table.begin;  // from table.begin on
+    const bool fits = table.begin >= 0 && num_elements >= 0 && table.entries >= 0 &&
+                      table.entries <= (is_array ? num_elements * 2 : num_elements / 2);
     const bool searches_fit = is_array ? table.num_ids >= 0 && table.num_ids <= table.entries
                                        : table.hash_bits >= 0 && table.hash_bits <= kMaxHashBits &&
                                              table.entries >= int64_t{1} << table.hash_bits;
@@ -53,9 +53,9 @@ void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, in
   }
 }
 
-// Return the row that is stored for each id, int64 [L], as IndexTable defines it; -1 for lookups of
-// no bag. `index` is int64 [words], `tables` int64 [F, 6]; the other arguments are as in
-// `tbe_lookup`. Throws if a table reaches outside `index`.
+// Return the row that is stored for each id in `indices`, int64 [L], as stored_row defines it; -1
+// for lookups of no bag. `index` is int64 [words], `tables` int64 [F, 6], rows of IndexTable; the
+// other arguments are as in `tbe_lookup`. Throws if a table reaches outside `index`.
 Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
                const Tensor& indices_in, const Tensor& offsets_in,
                std::optional<Tensor> bag_layout) {

@@ -1,5 +1,5 @@
 // Quantised tables on the GPU: `quantize_rows_`, a warp per row, and `quant_lookup`, which reads
-// rows as they are stored and adds up floats. args.h has the format of rows.
+// rows as they are stored and adds up floats. quant/args.h has the format of rows.
 #pragma once
 
 #include <type_traits>
@@ -17,53 +17,53 @@ namespace emb::cuda {
 inline constexpr int kQuantizeThreads = 256;
 
 // The arguments of quantize_kernel; pointers are to device memory that must live until it has run.
-struct QuantizeRows {
-  const void* weights;  // [rows, dim], dim > 0
-  uint8_t* packed;      // [rows, row_bytes(dim, format)], an output, at a multiple of kWordBytes
-  int64_t rows, dim;
+struct QuantizeKernelArgs {
+  const void* weights;  // [num_rows, dim], dim > 0, of the dtype for which the kernel is chosen
+  uint8_t* packed;  // [num_rows, row_bytes(dim, format)], an output, at a multiple of kWordBytes
+  int64_t num_rows, dim;
   int format;  // a RowFormat
 };
 
 // Return the word of a packed row that begins with the number of column `column`; its bits after
 // the last column are 0.
 template <class T>
-EMB_DEVICE uint32_t encode_word(const T* row, int64_t column, int64_t dim, InverseScale scale,
+EMB_DEVICE uint32_t encode_word(const T* row, int64_t column, int64_t dim, InverseHeader header,
                                 int format) {
   uint32_t word = 0;
   for (int shift = 0; shift < 32 && column < dim; shift += bits_per_column(format), ++column) {
-    word |= encode(to_float(row[column]), scale, format) << shift;
+    word |= encode(to_float(row[column]), header, format) << shift;
   }
   return word;
 }
 
-// Quantise rows of dtype T: a warp per row, grid-stride. A first pass over the row finds its range,
-// a second one writes it word by word.
+// Quantise rows of dtype T, args.packed: a warp per row, grid-stride. A first pass over the row
+// finds its minimum and maximum, a second pass writes it word by word.
 template <class T>
-__global__ void quantize_kernel(QuantizeRows args) {
-  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarpLanes);
-  const int64_t words = row_bytes(args.dim, args.format) / kWordBytes;
+__global__ void quantize_kernel(QuantizeKernelArgs args) {
+  const int64_t lane = lane_in_warp();
+  const int64_t row_words = row_bytes(args.dim, args.format) / kWordBytes;
   const int header_words = header_bytes(args.format) / kWordBytes;  // 1, or 0
-  for (int64_t r = simt::global_warp(); r < args.rows; r += simt::warps_in_grid()) {
+  for (int64_t r = simt::global_warp(); r < args.num_rows; r += simt::warps_in_grid()) {
     const T* row = static_cast<const T*>(args.weights) + r * args.dim;
-    float low = to_float(row[0]), high = low;
+    float minimum = to_float(row[0]), maximum = minimum;
     for (int64_t d = lane; d < args.dim; d += simt::kWarpLanes) {
       const float value = to_float(row[d]);
-      low = value < low ? value : low;
-      high = value > high ? value : high;
+      minimum = value < minimum ? value : minimum;
+      maximum = value > maximum ? value : maximum;
     }
     for (int offset = simt::kWarpLanes / 2; offset > 0; offset /= 2) {
-      const float other_low = __shfl_xor_sync(simt::kFullMask, low, offset);
-      const float other_high = __shfl_xor_sync(simt::kFullMask, high, offset);
-      low = other_low < low ? other_low : low;
-      high = other_high > high ? other_high : high;
+      const float other_minimum = __shfl_xor_sync(simt::kFullMask, minimum, offset);
+      const float other_maximum = __shfl_xor_sync(simt::kFullMask, maximum, offset);
+      minimum = other_minimum < minimum ? other_minimum : minimum;
+      maximum = other_maximum > maximum ? other_maximum : maximum;
     }
-    const RowScale scale = row_scale(low, high, args.format);
-    uint32_t* out = reinterpret_cast<uint32_t*>(args.packed) + r * words;
+    const RowHeader header = row_header(minimum, maximum, args.format);
+    uint32_t* out = reinterpret_cast<uint32_t*>(args.packed) + r * row_words;
     if (lane < header_words)
-      out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
-    for (int64_t w = lane + header_words; w < words; w += simt::kWarpLanes) {
+      out[0] = header.scale.bits | static_cast<uint32_t>(header.offset.bits) << 16;
+    for (int64_t w = lane + header_words; w < row_words; w += simt::kWarpLanes) {
       const int64_t column = (w - header_words) * (32 / bits_per_column(args.format));
-      out[w] = encode_word(row, column, args.dim, InverseScale(scale), args.format);
+      out[w] = encode_word(row, column, args.dim, InverseHeader(header), args.format);
     }
   }
 }
@@ -71,11 +71,11 @@ __global__ void quantize_kernel(QuantizeRows args) {
 // Write args.packed; `type` is the dtype of args.weights. `launcher` is a CudaLauncher or, in
 // tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
-void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
-  if (args.rows == 0) return;
+void launch_quantize(const Launcher& launcher, const QuantizeKernelArgs& args, Dtype type) {
+  if (args.num_rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / kWarpLanes;
   const unsigned blocks =
-      blocks_for(args.rows, kWarps, launcher.max_grid_blocks(kResidentBlocksPerSm));
+      blocks_for(args.num_rows, kWarps, launcher.max_grid_blocks(kResidentBlocksPerSm));
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
   } else if (type == Dtype::kHalf) {
@@ -85,11 +85,12 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// The lookup. A group of 8 to 32 lanes reads a row. A lane has two *quads* of kQuad columns, which
-// are kQuad * lanes columns apart. So each access of a group, to a row or to the output, is to
-// neighbouring memory. (With 8 neighbouring columns per lane every access would touch half of each
-// sector.) A quad is a part of a word, or one to four words. It is loaded by accesses of at most a
-// word, because a row may begin at any word.
+// The lookup. There are two kernels: quant_pool_kernel for long bags, and quant_short_bags_kernel
+// for short bags and for lookups without pooling. In both, a group of 8 to 32 lanes reads a row. A
+// lane has two *quads* of kQuad columns, which are kQuad * lanes columns apart. So each access of a
+// group, to a row or to the output, is to neighbouring memory. (With 8 neighbouring columns per
+// lane every access would touch half of each sector.) A quad is a part of a word, or one to four
+// words. It is loaded by accesses of at most a word, because a row may begin at any word.
 //
 // Every lane reads index, header and weight of one lookup and passes them to the group by shuffles;
 // scale and offset are passed only after the loads of the numbers have been issued. The groups of a
@@ -99,7 +100,7 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
 
 inline constexpr int kQuantThreads = 128;
 // Blocks per multiprocessor of quant_pool_kernel and of quant_short_bags_kernel. They leave a
-// thread 80 and 72 registers, and are few because loads in flight matter more than occupancy.
+// thread 80 and 72 registers. They are few because loads in flight matter more than occupancy.
 inline constexpr int kQuantPoolBlocksPerSm = 6;
 inline constexpr int kQuantShortBlocksPerSm = 7;
 inline constexpr int kQuad = 4;          // columns
@@ -134,7 +135,7 @@ struct QuantArgs {
   int64_t output_dim;  // columns of `output`, or in a variable batch with pooling its elements
   Pooling pooling;
   const float* sample_weights;  // [L] or null; null without pooling
-  bool is_mixed;  // whether formats of features differ; then Feature::tier is the feature's format
+  bool is_mixed;  // whether features may have several formats, which are then in Feature::tier
 
   // Return the number of output rows: one per bag, or per lookup without pooling.
   EMB_HD int64_t items() const {
@@ -145,11 +146,11 @@ struct QuantArgs {
 // The header of the row of lookup `i`, which is at `address`, and the weight of the lookup; both
 // are 0 for a null address.
 template <int kFormat>
-struct QuantHeader {
+struct WeightedHeader {
   uint32_t header = 0;
   float weight = 0.0f;
 
-  EMB_DEVICE QuantHeader(const QuantArgs& args, const uint8_t* address, int64_t i) {
+  EMB_DEVICE WeightedHeader(const QuantArgs& args, const uint8_t* address, int64_t i) {
     if (address == nullptr) return;
     if (has_scale(kFormat)) header = simt::load(reinterpret_cast<const uint32_t*>(address));
     weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
@@ -166,7 +167,7 @@ struct QuantHeader {
   }
 };
 
-// Return the index of lookup i of a bag, -1 beyond its end.
+// Return the index, not yet repaired, of lookup i of a bag, -1 beyond its end.
 EMB_DEVICE int64_t index_at(const QuantArgs& args, const BagTask& task, int i) {
   return i < task.length ? args.indices[task.begin + i] : -1;
 }
@@ -178,7 +179,7 @@ EMB_DEVICE BagTask task_of_format(const QuantArgs& args, BagTask task) {
   return task;
 }
 
-// Return the address of row i of a bag, null if there is none.
+// Return the address of row i of a bag, null beyond its end and for a skipped lookup.
 template <int kFormat>
 EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const BagTask& task, int i) {
   const int64_t row = repair_index(index_at(args, task, i), task.feature->rows);
@@ -192,8 +193,8 @@ EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
   return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane));
 }
 
-// The columns of a lane in the stripe of `kQuantColumns * lanes` columns of its group that begins
-// at column `base`.
+// The columns of a lane in a stripe of kQuantColumns * lanes columns, which its group reads; the
+// stripe begins at column `base`.
 struct QuadColumns {
   int first, second;  // first column of the first and of the second quad
 
@@ -201,11 +202,12 @@ struct QuadColumns {
       : first(base + lane.rank * kQuad), second(first + lane.lanes * kQuad) {}
 };
 
-// The numbers of a row in the columns of a lane, two quads. Words that are not loaded stay 0.
+// The numbers (or values) of a row in the columns of a lane, two quads. Words that are not loaded
+// stay 0.
 template <int kFormat>
 struct PackedSlice {
   static constexpr int kBits = bits_per_column(kFormat);
-  static constexpr int kWords = kBits < 8 ? 1 : kBits / 8;  // of a quad
+  static constexpr int kWords = kBits < 8 ? 1 : kBits / 8;  // words of a quad
   using Word =
       std::conditional_t<kBits >= 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
 
@@ -225,13 +227,14 @@ struct PackedSlice {
       words[quad][w] = simt::load(reinterpret_cast<const Word*>(address) + w);
     }
   }
-  // Return the bytes from the beginning of a row to a column.
+  // Return the number of bytes from the beginning of a row to a column.
   EMB_DEVICE static uint32_t byte_of(int column) {
     return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
-  // Return number k, in [0, kQuantColumns), as a float. An integer is not converted: its bits are
-  // put into the low bits of the mantissa of a power of two, and then this power is subtracted.
+  // Return the number of column k of the lane, in [0, kQuantColumns), as a float. An integer is not
+  // converted: its bits are put into the low bits of the mantissa of a power of two, and then this
+  // power is subtracted.
   EMB_DEVICE float operator[](int k) const {
     const int bit = k % kQuad * kBits % 32;
     const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
@@ -251,8 +254,8 @@ struct PackedSlice {
   }
 };
 
-// Add scale * number + offset for each number of a slice to `sum`; without a header, `offset` is
-// not used.
+// Add scale * number + offset for each number of a slice to `sum`. In formats without a header
+// `offset` is not read.
 template <int kFormat>
 EMB_DEVICE void add_slice(const PackedSlice<kFormat>& slice, float scale, float offset,
                           float (&sum)[kQuantColumns]) {
@@ -282,13 +285,13 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
   }
 }
 
-// Pooled lookup: a group takes a bag and has kPoolRowsInFlight of its rows in flight.
+// Pooled lookup: a group takes a bag, and has up to kPoolRowsInFlight of its rows in flight.
 
-// Add the columns of all rows of a bag to `sum`. `max_length` is the maximum length of a bag in the
-// warp. All 32 lanes must call this. `Row` is the type of the row numbers that lanes share: 64 bits
-// cost another shuffle per row. For a skipped lookup row 0 is read, and its numbers are multiplied
-// by 0, which saves a branch per row. In formats without a header values may be infinite, so no row
-// is read for a skipped lookup.
+// Add this lane's columns of all rows of a bag to `sum`. `max_length` is the maximum length of a
+// bag in the warp. All 32 lanes must call this. `Row` is the unsigned type of the row numbers that
+// lanes share: 64 bits cost another shuffle per row. For a skipped lookup row 0 is read, and its
+// numbers are multiplied by 0, which saves a branch per row. In formats without a header values may
+// be infinite, so no row is read for a skipped lookup.
 template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int max_length,
@@ -302,15 +305,15 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
   simt::keep_in_registers(second_quads);
   const int64_t rows = task.feature->rows;
   const int dim = rows > 0 ? task.dim : 0;
-  // The columns from the beginning of each quad to the end of the row.
-  const int first_left = dim - columns.first, second_left = dim - columns.second;
+  // The number of columns from the beginning of each quad to the end of the row.
+  const int columns_of_first = dim - columns.first, columns_of_second = dim - columns.second;
   const auto stride = static_cast<uint32_t>(row_bytes(task.dim, kFormat));
   int64_t index = index_at(args, task, lane.rank);
   for (int tile = 0; tile < max_length; tile += lane.lanes) {
     const int i = tile + lane.rank;
     const int64_t row = i < task.length ? repair_index(index, rows) : -1;
-    const QuantHeader<kFormat> header(args, row < 0 ? nullptr : table + row * stride,
-                                      task.begin + i);
+    const WeightedHeader<kFormat> header(args, row < 0 ? nullptr : table + row * stride,
+                                         task.begin + i);
     const Row lane_row = row < 0 ? kNoRow : static_cast<Row>(row);
     index = index_at(args, task, i + lane.lanes);
     const int tile_rows = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
@@ -322,8 +325,8 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
         const Row read_row = __shfl_sync(simt::kFullMask, lane_row, k + u, lane.lanes);
         if (kNoRow != 0 && read_row == kNoRow) continue;
         const uint64_t row_begin = static_cast<uint64_t>(read_row) * stride;
-        slice[u].load_quad(0, first_quads + row_begin, first_left);
-        slice[u].load_quad(1, second_quads + row_begin, second_left);
+        slice[u].load_quad(0, first_quads + row_begin, columns_of_first);
+        slice[u].load_quad(1, second_quads + row_begin, columns_of_second);
       }
       const float lane_scale = header.scale(), lane_offset = header.offset();
 #pragma unroll
@@ -338,7 +341,7 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
 }
 
 // Pooled lookup, grid-stride over bags; `lanes` is the number of lanes per bag. The grid's second
-// dimension divides the columns of rows wider than a group.
+// dimension divides the columns of rows that are wider than a stripe.
 template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocksPerSm)
     quant_pool_kernel(QuantArgs args, int lanes) {
@@ -373,8 +376,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocksPerSm)
 // Lookup of short bags, and of single rows without pooling. The rows of one short bag cannot
 // saturate the memory system. So each lane has the metadata of another bag, and the headers of 32
 // rows are in flight at once. Then a group of lanes reads the numbers of several bags at a time,
-// one row of each. If no bag of the warp has a second row, there are no sums to keep in registers,
-// and these are kSingleRowsInFlight bags, otherwise kQuantBagsInFlight.
+// one row of each: of kSingleRowsInFlight bags if no bag of the warp has a second row, because then
+// no sums take registers, otherwise of kQuantBagsInFlight bags.
 
 inline constexpr int kQuantBagsInFlight = 2;
 inline constexpr int kSingleRowsInFlight = 8;
@@ -382,18 +385,19 @@ inline constexpr int kSingleRowsInFlight = 8;
 // Row i of a bag.
 template <int kFormat>
 struct QuantRow {
-  const uint8_t* address;
-  QuantHeader<kFormat> header;
+  const uint8_t* address;  // null if there is none
+  WeightedHeader<kFormat> header;
 
   EMB_DEVICE QuantRow(const QuantArgs& args, const BagTask& task, int i)
       : address(row_address<kFormat>(args, task, i)),
         header(args, address, int64_t{task.begin} + i) {}
 };
 
-// Write columns of as many bags of a group as it has single rows in flight. The bags have at most
-// one row each; a bag without a row gets zeros. Lane `first_lane` of the warp has the metadata and
-// the row of the group's first bag, and the lanes of the next bags are `groups` lanes apart.
-// `lane_element` is the first output element of this lane's bag. All 32 lanes must call this.
+// Write this lane's columns of as many bags of its group as it has single rows in flight. The bags
+// have at most one row each; a bag without a row gets zeros. Lane `first_lane` of the warp has the
+// metadata and the row of the group's first bag, and the lanes of the next bags are `groups` lanes
+// apart. `lane_element` is the first output element of this lane's bag. All 32 lanes must call
+// this.
 template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
                                   const QuantRow<kFormat>& row, int64_t lane_element,
@@ -421,10 +425,10 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   }
 }
 
-// Sum and write columns of kQuantBagsInFlight bags of a group (fewer for wide numbers), as
-// write_single_rows does for single rows. `has_bag` says whether this lane has the metadata of one
-// of these bags of any group. `row`, the first row of this lane's bag, changes during the call
-// only.
+// Sum and write this lane's columns of kQuantBagsInFlight bags of its group (fewer for wide
+// numbers), as write_single_rows does for single rows. `has_bag` says whether this lane has the
+// metadata of a bag that a group of the warp processes in this call. `row` is the first row of this
+// lane's bag, again when the call returns.
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
                                 int64_t lane_element, const QuadColumns& columns, int first_lane,
@@ -474,7 +478,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
   constexpr int kRows = rows_in_flight(kFormat, kSingleRowsInFlight);
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
-  const auto this_lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+  const int this_lane = lane_in_warp();
   const auto items = static_cast<uint32_t>(args.items());
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
   for (auto warp_item = static_cast<uint32_t>(simt::global_warp() * simt::kWarpLanes);
@@ -533,9 +537,9 @@ void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
            simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
 
-// Write args.output; elements that no bag has are not written. `formats` is a mask of the formats
-// of the features: bit f for format f. `launcher` is a CudaLauncher or, in tests, a
-// simt::HostLauncher. Does not wait for the device.
+// Write args.output; elements of no bag are not written. `formats` is a mask of the formats of the
+// features, RowFormats::mask. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does
+// not wait for the device.
 template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
   if (args.output_dim == 0 || args.items() == 0) return;

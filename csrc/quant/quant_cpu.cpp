@@ -22,8 +22,8 @@ namespace {
 
 constexpr int64_t kGrain = 4096;  // grain of parallel_balanced, in elements
 
-// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite (not checked), into `packed`,
-// uint8 [R, row_bytes(D, format)].
+// Quantise `weights`, contiguous [R, D] of float32, float16 or bfloat16, finite (not checked), into
+// `packed`, uint8 [R, row_bytes(D, format)], of which every byte is written.
 void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
   const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
   const int64_t dim = weights.size(1);
@@ -49,10 +49,11 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
 
 // Check the contents of `features`, so that reads and writes are safe whatever the caller passes.
 // Throws unless every feature has rows of a format among `formats` inside `packed`, and lies inside
-// the `columns` columns of an output row. Without pooling, every dim must be `columns`. With
-// pooling, return whether the features, one after the other, cover all columns.
+// the `output_dim` columns of an output row. Without pooling, every dim must be `output_dim`.
+// Return whether the features, one after the other, cover all columns; it has no meaning without
+// pooling.
 bool check_packed_features(const char* op, const Tensor& features, const Tensor& packed,
-                           const RowFormats& formats, Pooling pooling, int64_t columns) {
+                           const RowFormats& formats, Pooling pooling, int64_t output_dim) {
   const Feature* all_features = feature_array(features);
   int64_t num_columns = 0;  // of the features so far
   bool is_gapless = true;
@@ -65,31 +66,32 @@ bool check_packed_features(const char* op, const Tensor& features, const Tensor&
     const bool has_dim = feature.dim > 0 && feature.dim <= INT32_MAX;
     const int64_t nbytes = has_dim ? row_bytes(feature.dim, static_cast<int>(format)) : 1;
     const int64_t column = pooling == Pooling::kNone ? 0 : feature.column;
-    STD_TORCH_CHECK(has_dim && feature.rows >= 0 && feature.weight_offset >= 0 &&
-                        feature.weight_offset % kWordBytes == 0 &&
-                        feature.weight_offset <= packed.numel() &&
-                        feature.rows <= (packed.numel() - feature.weight_offset) / nbytes &&
-                        column >= 0 && feature.dim <= columns && column <= columns - feature.dim,
-                    op, ": feature ", f, " lies outside the packed rows, not at a word of ",
-                    "them, or outside the columns of the output; features must come from the ",
-                    "module that owns them");
-    STD_TORCH_CHECK(pooling != Pooling::kNone || feature.dim == columns, op,
+    STD_TORCH_CHECK(
+        has_dim && feature.rows >= 0 && feature.weight_offset >= 0 &&
+            feature.weight_offset % kWordBytes == 0 && feature.weight_offset <= packed.numel() &&
+            feature.rows <= (packed.numel() - feature.weight_offset) / nbytes && column >= 0 &&
+            feature.dim <= output_dim && column <= output_dim - feature.dim,
+        op, ": feature ", f, " lies outside the packed rows, not at a word of ",
+        "them, or outside the columns of the output; features must come from the ",
+        "module that owns them");
+    STD_TORCH_CHECK(pooling != Pooling::kNone || feature.dim == output_dim, op,
                     ": pooling none needs one dim for all features, got ", feature.dim, " and ",
-                    columns);
+                    output_dim);
     is_gapless = is_gapless && column == num_columns;
     num_columns += feature.dim;
   }
-  return is_gapless && num_columns == columns;
+  return is_gapless && num_columns == output_dim;
 }
 
-// Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
+// Return the output of a lookup whose bag layout has been checked; zeros where no bag writes. Check
+// the contents of the features first.
 Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature_bags) {
   const Bags& bags = call.bags;
   const bool is_pooled = call.pooling != Pooling::kNone, is_variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
   const bool covers_columns = check_packed_features(op, call.features, call.packed, call.formats,
                                                     is_variable ? Pooling::kSum : call.pooling,
-                                                    is_variable ? kUnlimited : call.columns);
+                                                    is_variable ? kUnlimited : call.output_dim);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
   // Whether the bags write all of the output. In a variable batch this is not known: then false.
   const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers_columns : bags.begin(0) == 0);
@@ -107,7 +109,7 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
                                feature.rows,
                                feature.dim,
                                indices.data,
-                               {bags, call.pooling, call.map.layout, call.columns},
+                               {bags, call.pooling, call.map.layout, call.output_dim},
                                call.weights(),
                                output + base_element * out.element_size()};
     const int format = format_index(format_of(call.formats, feature));
@@ -119,22 +121,22 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
 
 // Check the bag layout and return the bags of each feature.
 FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
-  return {op, call.features, call.offsets, call.bag_layout, call.pooling, call.columns};
+  return {op, call.features, call.offsets, call.bag_layout, call.pooling, call.output_dim};
 }
 
 // Pool the rows of every bag, as `tbe_lookup` does. `packed`, uint8, has the tables of the module;
 // `features`, int64 [F, 8], is that of dense tables, but weight_offset counts bytes of `packed`,
 // and column `tier` has the format of the rows where `format` names several (see RowFormats).
 // Indices outside a table are repaired (repair_index): -1 reads no row. In a fixed batch the
-// columns of features must not overlap; not checked. Return [B, columns], in a variable batch
-// [columns], without pooling [L, columns]; zeros where no bag writes.
+// columns of features must not overlap; not checked. Return [B, output_dim], in a variable batch
+// [output_dim], without pooling [L, output_dim]; zeros where no bag writes.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,
-                    int64_t columns, ScalarType output_dtype) {
+                    int64_t output_dim, ScalarType output_dtype) {
   const char* op = "quant_lookup";
   const QuantCall call(op, packed, features, indices, offsets, bag_layout, sample_weights, pooling,
-                       format, columns, output_dtype);
+                       format, output_dim, output_dtype);
   return look_up(op, call, feature_bags_of(op, call));
 }
 
@@ -144,11 +146,12 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,
-                                          int64_t format, int64_t columns, ScalarType output_dtype,
+                                          int64_t format, int64_t output_dim,
+                                          ScalarType output_dtype,
                                           std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "quant_lookup_checked_";
   const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
-                       pooling, format, columns, output_dtype);
+                       pooling, format, output_dim, output_dtype);
   check_bounds_arguments(op, check_mode, violations);
   const FeatureBags bags = feature_bags_of(op, call);
   if (check_mode.has_value() &&

@@ -16,13 +16,13 @@
 namespace emb::cuda {
 namespace {
 
-// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite (not checked), into `packed`,
-// uint8 [R, row_bytes(D, format)].
+// Quantise `weights`, contiguous [R, D] of float32, float16 or bfloat16, finite (not checked), into
+// `packed`, uint8 [R, row_bytes(D, format)], of which every byte is written.
 void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
   const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
-  const QuantizeRows args{weights.const_data_ptr(),
-                          static_cast<uint8_t*>(packed.mutable_data_ptr()), weights.size(0),
-                          weights.size(1), static_cast<int>(format)};
+  const QuantizeKernelArgs args{weights.const_data_ptr(),
+                                static_cast<uint8_t*>(packed.mutable_data_ptr()), weights.size(0),
+                                weights.size(1), static_cast<int>(format)};
   launch_quantize(CudaLauncher(packed), args, type);
 }
 
@@ -36,7 +36,7 @@ void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
                        index_array(call.indices),
                        bags,
                        call.map,
-                       call.columns,
+                       call.output_dim,
                        call.pooling,
                        call.weights(),
                        call.formats.is_mixed};
@@ -50,36 +50,38 @@ void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
 // Check the number of columns and allocate the output, uninitialised.
 Tensor new_output(const char* op, const QuantCall& call) {
   const int64_t num_features = call.features.size(0);
-  STD_TORCH_CHECK(call.bag_layout || call.pooling == Pooling::kNone || call.columns >= num_features,
-                  op, ": ", num_features, " features need as many columns at least, got ",
-                  call.columns);
+  STD_TORCH_CHECK(
+      call.bag_layout || call.pooling == Pooling::kNone || call.output_dim >= num_features, op,
+      ": ", num_features, " features need as many columns at least, got ", call.output_dim);
   return allocate(call.indices, call.output_sizes(), call.output_dtype);
 }
 
-// Pool the rows of every bag. Return [B, columns], in a variable batch [columns], without pooling
-// [L, columns], of output_dtype. QuantCall and QuantArgs describe the arguments.
+// Pool the rows of every bag. Return [B, output_dim], in a variable batch [output_dim], without
+// pooling [L, output_dim], of output_dtype. QuantCall and QuantArgs describe the arguments.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,
-                    int64_t columns, ScalarType output_dtype) {
+                    int64_t output_dim, ScalarType output_dtype) {
   const QuantCall call("quant_lookup", packed, features, indices, offsets, bag_layout,
-                       sample_weights, pooling, format, columns, output_dtype);
+                       sample_weights, pooling, format, output_dim, output_dtype);
   Tensor out = new_output("quant_lookup", call);
   look_up(call, call.bags, &out);
   return out;
 }
 
-// Return [output], unlike on the CPU also for an invalid batch, unless the mode "fatal" traps. The
+// Look up a fixed batch and return [output], unlike on the CPU also for an invalid batch: the
 // kernels repair invalid indices and offsets, so that the host need not wait to learn whether the
-// batch is valid. In the mode "warning" violations are added to `violations`.
+// batch is valid. With a `check_mode`, a code of BoundsMode, the batch is checked first, as in
+// bounds_check_: "fatal" traps, and "warning" adds to `violations`.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,
-                                          int64_t format, int64_t columns, ScalarType output_dtype,
+                                          int64_t format, int64_t output_dim,
+                                          ScalarType output_dtype,
                                           std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "quant_lookup_checked_";
   const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
-                       pooling, format, columns, output_dtype);
+                       pooling, format, output_dim, output_dtype);
   check_bounds_arguments(op, check_mode, violations);
   Tensor out = new_output(op, call);
   Bags bags = call.bags;

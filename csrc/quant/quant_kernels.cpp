@@ -1,5 +1,6 @@
-// Quantised tables on one CPU thread: quantise rows, and look up bags. Quantising takes two passes
-// over a row: one finds the range of its values, one writes its numbers.
+// Quantised tables on one CPU thread: quantise rows (QuantizeTable), and look up bags
+// (QuantLookupTable), both declared in quant/args.h. Quantising takes two passes over a row: one
+// finds the range of its values, one writes its numbers.
 #include <type_traits>
 #include <utility>
 
@@ -11,27 +12,28 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Return the header of a row of `dim` values.
+// Return the header of a row of `dim` values, at least one.
 template <int kFormat, class T>
-RowScale scale_of(const T* row, int64_t dim) {
-  float low = to_float(row[0]), high = low;
+RowHeader header_of(const T* row, int64_t dim) {
+  float minimum = to_float(row[0]), maximum = minimum;
   for (int64_t d = 1; d < dim; ++d) {
     const float value = to_float(row[d]);
-    low = value < low ? value : low;
-    high = value > high ? value : high;
+    minimum = value < minimum ? value : minimum;
+    maximum = value > maximum ? value : maximum;
   }
-  return row_scale(low, high, kFormat);
+  return row_header(minimum, maximum, kFormat);
 }
 
-// Write the numbers of `count` columns to `out`, packed; the unused bits of the last byte are 0.
+// Write the numbers (or values) of a row of `dim` columns to `out`, packed; the unused bits of the
+// last byte are 0.
 template <int kFormat, class T>
-EMB_HD void encode_row(const T* row, int64_t count, InverseScale scale, uint8_t* out) {
+EMB_HD void encode_row(const T* row, int64_t dim, InverseHeader header, uint8_t* out) {
   constexpr int kBits = bits_per_column(kFormat), kNumbersPerByte = kBits < 8 ? 8 / kBits : 1;
   constexpr int64_t kBytes = kBits < 8 ? 1 : kBits / 8;
-  for (int64_t b = 0; b * kNumbersPerByte < count; ++b) {
+  for (int64_t b = 0; b * kNumbersPerByte < dim; ++b) {
     uint32_t bits = 0;
-    for (int i = 0; i < kNumbersPerByte && b * kNumbersPerByte + i < count; ++i) {
-      bits |= encode(to_float(row[b * kNumbersPerByte + i]), scale, kFormat) << (i * kBits);
+    for (int i = 0; i < kNumbersPerByte && b * kNumbersPerByte + i < dim; ++i) {
+      bits |= encode(to_float(row[b * kNumbersPerByte + i]), header, kFormat) << (i * kBits);
     }
     for (int i = 0; i < kBytes; ++i) out[b * kBytes + i] = static_cast<uint8_t>(bits >> (8 * i));
   }
@@ -43,14 +45,14 @@ void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
   const int64_t dim = args.dim, stride = row_bytes(dim, kFormat);
   const int64_t nbytes = header_bytes(kFormat) + packed_bytes(dim, kFormat);
   for (int64_t r = first_row; r < last_row; ++r) {
-    const T* row = static_cast<const T*>(args.rows) + r * dim;
+    const T* row = static_cast<const T*>(args.weights) + r * dim;
     uint8_t* out = args.packed + r * stride;
-    RowScale scale = {};
+    RowHeader header = {};
     if constexpr (has_scale(kFormat)) {
-      scale = scale_of<kFormat>(row, dim);
-      __builtin_memcpy(out, &scale, kHeaderBytes);
+      header = header_of<kFormat>(row, dim);
+      __builtin_memcpy(out, &header, kHeaderBytes);
     }
-    encode_row<kFormat>(row, dim, InverseScale(scale), out + header_bytes(kFormat));
+    encode_row<kFormat>(row, dim, InverseHeader(header), out + header_bytes(kFormat));
     for (int64_t b = nbytes; b < stride; ++b) out[b] = 0;
   }
 }
@@ -83,9 +85,9 @@ const QuantizeTable kQuantizeTable = make_quantize_table();
 
 // Registers of floats from packed numbers, `kLanes` at a time.
 
-// Bytes of kLanes numbers.
+// Bytes of kLanes columns.
 template <int kFormat>
-inline constexpr int kPackedBytes = kLanes * bits_per_column(kFormat) / 8;
+inline constexpr int kBytesPerVector = kLanes * bits_per_column(kFormat) / 8;
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
@@ -159,8 +161,9 @@ EMB_HD Vec load_packed(const uint8_t* p) {
 
 namespace {
 
-// The lookup. Each row is converted to values before it is added. The numbers and the offsets of
-// rows could be added separately, but these sums would cancel in long bags.
+// The lookup. Each row is converted to values before it is added. Separate sums of scaled numbers
+// and of offsets would need fewer operations, but they could cancel each other in long bags, and
+// lose precision.
 
 // Lookups between the prefetch of a row and its use. A row is one cache line, or a few. The number
 // is not measured.
@@ -195,7 +198,7 @@ struct ScaleFactors {
   }
 };
 
-// The weight of a lookup whose row has no header.
+// The factor of a row without a header, the weight of its lookup, in all lanes.
 struct WeightFactor {
   Vec scale;
 
@@ -244,8 +247,9 @@ inline constexpr bool kHasValueTable = false;
 
 #endif
 
-// The lookups of one feature as `pool_bags` reads them (core/pool_bag.h). at() returns an address:
-// the first column that is not skipped is header_bytes() after it.
+// The lookups of one feature as `pool_bags` reads them (core/pool_bag.h). I is the integer type of
+// the indices. at() returns the address of a row plus skipped_bytes: the first column that is not
+// skipped is header_bytes() after it.
 template <int kFormat, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
@@ -259,11 +263,12 @@ struct PackedRows {
                        std::conditional_t<has_scale(kFormat), ScaleFactors, WeightFactor>>
         factors;
 
-    EMB_HD Vec vector(int v) const { return at(numbers + v * kPackedBytes<kFormat>); }
+    // Return vector number v of the columns.
+    EMB_HD Vec vector(int v) const { return at(numbers + v * kBytesPerVector<kFormat>); }
     // Read the first `n` columns (0 < n < kLanes), and no byte beyond them; other lanes are
     // undefined.
     EMB_HD Vec first(int n) const {
-      uint8_t buffer[kPackedBytes<kFormat>] = {};
+      uint8_t buffer[kBytesPerVector<kFormat>] = {};
       const int bytes = (n * bits_per_column(kFormat) + 7) / 8;
       for (int i = 0; i < bytes; ++i) buffer[i] = numbers[i];
       return at(buffer);
@@ -283,7 +288,7 @@ struct PackedRows {
   EMB_HD static int64_t prefetch_distance() { return kRowsAhead; }
   EMB_HD void skip_columns(int64_t count) { skipped_bytes += count * bits_per_column(kFormat) / 8; }
   EMB_HD const uint8_t* at(int64_t i) const {
-    const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);
+    const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.num_rows);
     return row < 0 ? nullptr : args.packed + row * stride + skipped_bytes;
   }
   EMB_HD Values values(const uint8_t* address, int64_t i) const {

@@ -12,21 +12,22 @@ namespace emb {
 
 // The arguments of the kernels.
 struct UniformArgs {
-  void* out;  // [numel] of the dtype for which the kernel is chosen
+  void* out;  // [numel] of the dtype for which the kernel is chosen, an output; not owned
   int64_t numel;
   float low, span;  // span is high - low
   uint64_t seed;
 
-  // Return the element for u. A compiler may contract `low + span * u` or not, so that processors
-  // would differ in the last bit.
+  // Return the element for u, before it is rounded to the dtype. A fused multiply-add, because a
+  // compiler may or may not contract `low + span * u`, and processors would differ in the last bit.
   EMB_HD float value(float u) const { return fmaf(span, u, low); }
 };
 
-// Elements per block of the CPU kernel: kBlockWords, the words of its block of Philox counters.
-inline constexpr int64_t kUniformBlock = 64;
+// Number of elements of a block of the CPU kernel. It equals kBlockWords (core/random_block.h), the
+// number of random words that the kernel computes at once.
+inline constexpr int64_t kUniformBlockElements = 64;
 
-// Fill blocks [first_block, last_block) of kUniformBlock elements, which must have elements; the
-// last block of the tensor may be shorter.
+// Fill the blocks [first_block, last_block). Each must have at least one element; the last block of
+// the tensor may have fewer than kUniformBlockElements. Calls for disjoint ranges may run at once.
 using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last_block);
 
 // The CPU kernels for one instruction set.

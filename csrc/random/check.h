@@ -7,7 +7,7 @@
 
 namespace emb {
 
-// Return the largest finite number of a dtype.
+// Return the largest finite number of dtype `type`.
 inline double max_finite(Dtype type) {
   if (type == Dtype::kHalf) return 65504.0;
   return type == Dtype::kBfloat16 ? 0x1.FEp127 : double{std::numeric_limits<float>::max()};

@@ -27,8 +27,9 @@ __global__ void fill_uniform_kernel(UniformArgs args) {
   }
 }
 
-// Fill args.out, device memory of dtype `type` that must live until the kernel has run. `launcher`
-// is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
+// Fill args.out, device memory of dtype `type` that must live until the kernel has run; args.numel
+// may be 0. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the
+// device.
 template <class Launcher>
 void launch_fill_uniform(const Launcher& launcher, const UniformArgs& args, Dtype type) {
   if (args.numel == 0) return;

@@ -25,7 +25,7 @@ void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
   const UniformFn fill_blocks = uniform_table().kernels[static_cast<int>(type)];
-  const int64_t num_blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
+  const int64_t num_blocks = (args.numel + kUniformBlockElements - 1) / kUniformBlockElements;
   parallel_balanced(num_blocks, kBlockGrain, kUnitCost,
                     [&](int64_t begin, int64_t end) { fill_blocks(args, begin, end); });
 }

@@ -10,7 +10,7 @@ namespace {
 // UniformFn for tensors of dtype T.
 template <class T>
 void fill_blocks(const UniformArgs& args, int64_t first_block, int64_t last_block) {
-  static_assert(kUniformBlock == kBlockWords);
+  static_assert(kUniformBlockElements == kBlockWords);
   T* out = static_cast<T*>(args.out);
   for (int64_t block = first_block; block < last_block; ++block) {
     uint32_t words[kBlockWords];
@@ -18,8 +18,9 @@ void fill_blocks(const UniformArgs& args, int64_t first_block, int64_t last_bloc
     // the counters does not overflow within the block.
     philox_block<0>(args.seed, stream_counter(static_cast<uint64_t>(block) * kBlockCounters),
                     kBlockCounters, words);
-    const int64_t begin = block * kUniformBlock;
-    const int64_t end = begin + kUniformBlock < args.numel ? begin + kUniformBlock : args.numel;
+    const int64_t begin = block * kUniformBlockElements;
+    const int64_t end =
+        begin + kUniformBlockElements < args.numel ? begin + kUniformBlockElements : args.numel;
     for (int64_t i = begin; i < end; ++i) {
       out[i] = from_float<T>(args.value(unit_float(words[i - begin])));
     }

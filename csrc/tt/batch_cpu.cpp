@@ -1,8 +1,8 @@
-// Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` computes keys, a grouping of
-// the lookups, a plan, the distinct rows and the pooled output. `tt_backward_` computes the
-// gradients of the rows and updates the cores. Rows and their gradients, the largest tensors
-// between these steps, are in scratch memory that the thread keeps. The forward pass trusts the
-// plan that it makes; the backward pass gets the plan from the caller, and checks its contents.
+// Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` computes, in this order,
+// keys, a grouping of the lookups, a plan, the distinct rows and the pooled output. `tt_backward_`
+// computes the gradients of the rows and updates the cores. Rows and their gradients, the largest
+// tensors between these steps, are in scratch memory that the thread keeps. The forward pass trusts
+// the plan that it makes; the backward pass gets the plan from the caller, and checks its contents.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -33,25 +33,25 @@ struct ScratchMatrix {
 };
 
 // Check that `layout`, [num_tables], describes the same tables as `tables`; throw otherwise.
-void check_layout(const char* op, const TtTableIds* layout, int64_t num_tables,
-                  const TtTables& tables) {
+void check_table_layout(const char* op, const TtTableIds* layout, int64_t num_tables,
+                        const TtTables& tables) {
   bool is_equal = num_tables == tables.size();
   for (int64_t t = 0; is_equal && t < num_tables; ++t) {
     const TtHalf left = tables.shapes[t].left(), right = tables.shapes[t].right();
-    is_equal = layout[t].left_outer_rows == left.outer_rows &&
-               layout[t].left_inner_rows == left.inner_rows &&
+    is_equal = layout[t].left_outer_rows == left.num_outer_rows &&
+               layout[t].left_inner_rows == left.num_inner_rows &&
                layout[t].right_ids == right.num_ids() && layout[t].left_is_pair == left.is_pair &&
                layout[t].first_key == tables.first_keys[t] &&
-               layout[t].first_left == tables.first_lefts[t] &&
-               layout[t].first_right == tables.first_rights[t];
+               layout[t].first_left == tables.first_left_ids[t] &&
+               layout[t].first_right == tables.first_right_ids[t];
   }
   STD_TORCH_CHECK(is_equal, op,
                   ": tables must be those of row_factors and num_cores, as emblib.ops.tt.layout_of "
                   "makes them");
 }
 
-// Return a copy of `features` that describes the distinct rows of the batch as one table of
-// `num_rows` rows. If tables differ in dim, rows have the stride of the widest table. tbe_lookup
+// Return a copy of `features`, [F, 8], that describes the distinct rows of the batch as one table
+// of `num_rows` rows. If tables differ in dim, rows have the stride of the widest table. tbe_lookup
 // takes a stride for cached rows alone, so the rows are then looked up as rows of a cache, with the
 // stride `cache_stride`. It is 0 if all tables have one dim.
 Tensor features_of_rows(const Tensor& features, int64_t num_rows, int64_t cache_stride) {
@@ -69,29 +69,31 @@ Tensor features_of_rows(const Tensor& features, int64_t num_rows, int64_t cache_
 
 // The number of tensors that a lookup returns for its backward pass: a grouping, a plan, and the
 // values of the first left halves.
-constexpr size_t kKeptTensors = size_t{kNumGroupTensors} + size_t{kTtPlanTensors} + 1;
+constexpr size_t kNumKeptTensors = size_t{kNumGroupTensors} + size_t{kNumTtPlanTensors} + 1;
 
-// Return whether all indices and offsets are valid. Throw if `mode` is no code of BoundsMode, but
-// not for invalid indices or offsets, whatever the mode.
-bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,
-              const std::optional<Tensor>& bag_layout, int64_t mode) {
+// Return whether all indices and offsets are valid. Throw if `mode` is not a code of BoundsMode,
+// but not for invalid indices or offsets, whatever the mode.
+bool has_valid_lookups(const char* op, const Tensor& features, const Tensor& indices,
+                       const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+                       int64_t mode) {
   parse_choice<BoundsMode>(op, "check", mode, kBoundsModes);
   constexpr auto kIgnore = static_cast<int64_t>(BoundsMode::kIgnore);
-  const Tensor violations = std::get<1>(
-      bounds_check(indices, offsets, tt_features(op, features, kTtOfIds), bag_layout, kIgnore));
+  const Tensor violations = std::get<1>(bounds_check(
+      indices, offsets, tt_features(op, features, kTtIdFeatures), bag_layout, kIgnore));
   const auto* counts = violations.const_data_ptr<int64_t>();
   return counts[0] == 0 && counts[1] == 0;
 }
 
-// Look up a batch. Return the output of tbe_lookup and, if num_saved >= 0, the kKeptTensors tensors
-// that tt_backward_ needs. With `check`, a code of BoundsMode, return no tensor if an index or
-// offset is invalid; without `check` invalid ones are repaired as they are read. No argument is
+// Look up a batch. Return the output of tbe_lookup and, if num_saved >= 0, the kNumKeptTensors
+// tensors that tt_backward_ needs. With `check`, a code of BoundsMode, return no tensor if an index
+// or offset is invalid; without `check` invalid ones are repaired as they are read. No argument is
 // written. Wrong dtypes, shapes and tables throw.
 //   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
 //   tables, feature_tables    int64 [T, 10] and [F, 10], rows of TtTableIds by table and by feature
 //   features                  int64 [3 F, 8], see TtFeatureKind
-//   num_saved                 left halves whose values are returned; below 0: no backward pass
-//   violations                not used on the CPU: the caller counts for an invalid batch
+//   num_saved                 number of left halves whose values are returned; below 0: return the
+//                             output alone
+//   violations                not used on the CPU: the caller counts those of an invalid batch
 // The other arguments are those of tbe_lookup.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
@@ -102,30 +104,33 @@ std::vector<Tensor> tt_lookup_checked_(
     std::optional<int64_t> check, Tensor /*violations*/, int64_t matmul_precision) {
   const char* op = "tt_lookup_checked_";
   parse_matmul_precision(op, matmul_precision);
-  const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  check_layout(op, tt_table_ids(op, "tables", tables), tables.size(0), shapes);
-  const Tensor key_features = tt_features(op, features, kTtOfKeys);
-  if (check && !is_valid(op, features, indices, offsets, bag_layout, *check)) return {};
+  const TtTables checked_tables(op, cores, row_factors, dim_factors, num_cores);
+  check_table_layout(op, tt_table_ids(op, "tables", tables), tables.size(0), checked_tables);
+  const Tensor key_features = tt_features(op, features, kTtKeyFeatures);
+  if (check && !has_valid_lookups(op, features, indices, offsets, bag_layout, *check)) return {};
   const Tensor keys = tt_keys(indices, offsets, bag_layout, feature_tables);
   const auto [unique_keys, segments, lookups, bags, count] = tbe_group(
-      key_features, keys, offsets, bag_layout, shapes.first_keys.back(), check.has_value());
+      key_features, keys, offsets, bag_layout, checked_tables.first_keys.back(), check.has_value());
   const std::vector<Tensor> plan =
-      tt_plan(unique_keys, count, tables, shapes.first_lefts.back(), shapes.first_rights.back());
-  const ScratchMatrix rows(cores[0], keys.numel(), shapes.dim);
-  const Tensor left_values = allocate_output(
-      cores[0], {std::max<int64_t>(num_saved, 0), shapes.value_size}, ScalarType::Float);
-  tt_make_rows(shapes, tt_plan_of(op, plan, shapes.size()), left_values, rows.memory.get());
+      tt_plan(unique_keys, count, tables, checked_tables.first_left_ids.back(),
+              checked_tables.first_right_ids.back());
+  const ScratchMatrix rows(cores[0], keys.numel(), checked_tables.max_dim);
+  const Tensor left_values =
+      allocate_output(cores[0], {std::max<int64_t>(num_saved, 0), checked_tables.left_value_size},
+                      ScalarType::Float);
+  tt_make_rows(checked_tables, tt_plan_of(op, plan, checked_tables.size()), left_values,
+               rows.memory.get());
   const Tensor row_of_lookup = group_inverse(segments, lookups, count);
-  const Tensor weight = torch::stable::view(rows.tensor, {keys.numel() * shapes.dim});
-  bool has_one_dim = true;
-  for (const TtShape& shape : shapes.shapes) has_one_dim &= shape.dim() == shapes.dim;
+  const Tensor weight = torch::stable::view(rows.tensor, {keys.numel() * checked_tables.max_dim});
+  const bool has_one_dim = checked_tables.has_one_dim();
   std::vector<Tensor> weights = {weight};
   if (!has_one_dim) {
     const Tensor empty_tier = allocate(rows.tensor, {0});
     weights = {weight, empty_tier, empty_tier, weight};
   }
   std::vector<Tensor> results{tbe_lookup(
-      weights, features_of_rows(key_features, keys.numel(), has_one_dim ? 0 : shapes.dim),
+      weights,
+      features_of_rows(key_features, keys.numel(), has_one_dim ? 0 : checked_tables.max_dim),
       row_of_lookup, offsets, has_one_dim ? std::nullopt : std::optional<Tensor>(row_of_lookup),
       bag_layout, sample_weights, pooling, output_dim, output_dtype)};
   if (num_saved < 0) return results;
@@ -154,22 +159,24 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   parse_matmul_precision(op, matmul_precision);
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
-  STD_TORCH_CHECK(kept.size() == kKeptTensors && kept[kGroupLookups].numel() == indices.numel(), op,
-                  ": kept must be the ", kKeptTensors,
+  STD_TORCH_CHECK(kept.size() == kNumKeptTensors && kept[kGroupLookups].numel() == indices.numel(),
+                  op, ": kept must be the ", kNumKeptTensors,
                   " tensors that tt_lookup_checked_ returns for these indices, got ", kept.size());
-  const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  const Tensor key_features = tt_features(op, features, kTtOfKeys);
-  const ScratchMatrix row_grads(grad, indices.numel(), shapes.dim);
+  const TtTables checked_tables(op, cores, row_factors, dim_factors, num_cores);
+  const Tensor key_features = tt_features(op, features, kTtKeyFeatures);
+  const ScratchMatrix row_grads(grad, indices.numel(), checked_tables.max_dim);
   sum_row_grads(op, grad, key_features,
                 {kept[kGroupRows], kept[kGroupSegments], kept[kGroupLookups], kept[kGroupBags],
                  kept[kGroupCount]},
-                offsets, bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
+                offsets, bag_layout, sample_weights, pooling, checked_tables.max_dim,
+                row_grads.memory.get());
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   const std::vector<Tensor> plan(kept.begin() + kNumGroupTensors, kept.end() - 1);
   // The update computes the left values that it does not get.
-  const Tensor left_values = is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
+  const Tensor left_values =
+      is_stale ? allocate(kept.back(), {0, checked_tables.left_value_size}) : kept.back();
   count_step(hyper, [&] {
-    tt_update_rows(op, shapes, cores, states, hyper, optimizer, plan, left_values,
+    tt_update_rows(op, checked_tables, cores, states, hyper, optimizer, plan, left_values,
                    row_grads.tensor);
   });
 }

@@ -1,8 +1,8 @@
 // The kernels of tensor trains that store some of their rows, on the GPU: tt_stored_kernel divides
 // the lookups of a batch into lookups of stored rows and lookups whose rows the cores compute, and
-// tt_count_kernel counts lookups and hits per table. A thread processes a lookup. If all lookups of
-// a warp belong to one feature, as most do, one lane adds their number; otherwise each lane adds
-// its own lookup.
+// tt_count_kernel counts lookups and hits per table. A thread processes a lookup. In
+// tt_count_kernel, if all counted lookups of a warp belong to one feature, as is usual, one lane
+// adds their number; otherwise each lane adds its own lookup.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -11,7 +11,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kStoredThreads = 256;
+inline constexpr int kStoredThreads = 256;  // threads per block of both kernels
 
 // Write the outputs of all lookups, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
@@ -20,7 +20,8 @@ inline constexpr int kStoredThreads = 256;
     args.write_outputs(i);
 }
 
-// Return the feature of lookup i, -1 if i is before or after the lookups of all features.
+// Return the feature of lookup i, -1 if i is before or after the lookups of all features. There
+// must be a feature.
 EMB_DEVICE int64_t feature_of(const TtCountArgs& args, int64_t i) {
   int64_t low = -1, high = args.num_features;
   while (high - low > 1) {
@@ -33,31 +34,32 @@ EMB_DEVICE int64_t feature_of(const TtCountArgs& args, int64_t i) {
 // Add the lookups and hits of all features to args.counters, grid-stride over lookups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
     tt_count_kernel(TtCountArgs args) {
-  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarpLanes);
+  const int64_t lane = lane_in_warp();
   for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < args.n;
        first += simt::threads_in_grid()) {
     const int64_t i = first + lane;
     const int64_t feature = i < args.n ? feature_of(args, i) : -1;
-    const bool is_lookup = feature >= 0 && args.is_lookup(i);
-    const bool is_hit = is_lookup && args.is_hit(i);
-    const unsigned lookup_bits = __ballot_sync(simt::kFullMask, is_lookup);
-    const unsigned hit_bits = __ballot_sync(simt::kFullMask, is_hit);
-    if (lookup_bits == 0) continue;
-    const int leader = __ffs(static_cast<int>(lookup_bits)) - 1;
+    const bool is_counted = feature >= 0 && args.is_counted(i);
+    const bool is_hit = is_counted && args.is_hit(i);
+    const unsigned counted_lanes = __ballot_sync(simt::kFullMask, is_counted);
+    const unsigned hit_lanes = __ballot_sync(simt::kFullMask, is_hit);
+    if (counted_lanes == 0) continue;
+    const int leader = __ffs(static_cast<int>(counted_lanes)) - 1;
     const int64_t leader_feature = __shfl_sync(simt::kFullMask, feature, leader);
     const bool has_one_feature =
-        __all_sync(simt::kFullMask, !is_lookup || feature == leader_feature) != 0;
-    if (!is_lookup || (has_one_feature && lane != leader)) continue;
+        __all_sync(simt::kFullMask, !is_counted || feature == leader_feature) != 0;
+    if (!is_counted || (has_one_feature && lane != leader)) continue;
     int64_t* counters = args.counters_of(feature);
     if (counters == nullptr) continue;
-    const int num_hits = has_one_feature ? __popc(hit_bits) : int{is_hit};
-    simt::atomic_add(counters, has_one_feature ? __popc(lookup_bits) : 1);
+    const int num_hits = has_one_feature ? __popc(hit_lanes) : int{is_hit};
+    simt::atomic_add(counters, has_one_feature ? __popc(counted_lanes) : 1);
     if (num_hits > 0) simt::atomic_add(counters + 1, num_hits);
   }
 }
 
-// Write the outputs of `args`. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
-// Does not wait for the device.
+// Write the outputs of `args`. In both launches `launcher` is a CudaLauncher or, in tests, a
+// simt::HostLauncher, and the memory of `args` must live until the kernel has run. Neither waits
+// for the device.
 template <class Launcher>
 void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
   if (args.n == 0) return;
@@ -66,7 +68,7 @@ void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
            kStoredThreads, args);
 }
 
-// Add the lookups and hits of all features to args.counters. Does not wait for the device.
+// Add the lookups and hits of all features to args.counters.
 template <class Launcher>
 void launch_tt_count(const Launcher& launcher, const TtCountArgs& args) {
   if (args.n == 0 || args.num_features == 0) return;

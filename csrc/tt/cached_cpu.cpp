@@ -14,10 +14,10 @@ namespace {
 
 constexpr int64_t kCachedGrain = 1 << 15;  // grain of parallel_balanced, in lookups
 
-// Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
-// `indices` is int32 or int64 [n]. `ids`, `keys` and `slots`, int64 [n], and `row_of_slot`, int64
-// [num_slots], must be contiguous and on the device of `indices`. Throw for wrong dtypes, sizes and
-// devices; a slot that does not exist has no row.
+// Return (core_ids, stored_rows, counted_keys), int64 [n] each, see TtStoredArgs; the first two are
+// empty if `slots` is null. `indices` is int32 or int64 [n]; `ids`, `keys` and `slots`, int64 [n],
+// and `row_of_slot`, int64 [num_slots], must be contiguous and on the device of `indices`. Throws
+// for other dtypes, sizes and devices. A slot that does not exist has no row.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -26,24 +26,26 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
   parallel_balanced(call.args.n, kCachedGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) call.args.write_outputs(i);
   });
-  return {call.cold, call.rows, call.counted};
+  return {call.core_ids, call.stored_rows, call.counted_keys};
 }
 
-// Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `counted` and
-// `rows` are results of tt_stored, or `rows` is empty if no rows are stored. `starts` and `tables`,
-// int64, are first_lookups and table_of_feature of TtCountArgs. All arguments must be contiguous
-// and on one device. Throw for wrong dtypes, sizes and devices. Numbers of lookups and tables that
-// do not exist are skipped. That `starts` ascends is not checked.
-void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
-               const Tensor& tables, Tensor counters) {
-  const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
+// Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. counted_keys
+// and stored_rows are results of tt_stored; stored_rows is empty if no rows are stored.
+// first_lookups and table_of_feature, `starts` and `tables` in the schema, are int64 [F + 1] and
+// [F], see TtCountArgs. All arguments must be contiguous and on one device. Throws for other
+// dtypes, sizes and devices. Lookups and tables that do not exist are skipped. That first_lookups
+// ascends is not checked.
+void tt_count_(const Tensor& counted_keys, const Tensor& stored_rows, const Tensor& first_lookups,
+               const Tensor& table_of_feature, Tensor counters) {
+  const TtCountArgs args = tt_count_args("tt_count_", counted_keys, stored_rows, first_lookups,
+                                         table_of_feature, &counters);
   for (int64_t f = 0; f < args.num_features; ++f) {
     int64_t* const table_counters = args.counters_of(f);
     if (table_counters == nullptr) continue;
     int64_t num_lookups = 0, num_hits = 0;
     const int64_t end = std::min(args.first_lookups[f + 1], args.n);
     for (int64_t i = std::max<int64_t>(args.first_lookups[f], 0); i < end; ++i) {
-      num_lookups += args.is_lookup(i);
+      num_lookups += args.is_counted(i);
       num_hits += args.is_hit(i);
     }
     table_counters[0] += num_lookups;

@@ -4,9 +4,9 @@
 // grids and buffers have the size of the largest case.
 //
 // A launch serves all tables, so that the number of launches of a pass depends on the kinds of
-// shapes among the tables (TtKernels), not on the number of tables. What differs between tables is
-// in arrays of arguments in device memory (TtTableRows, TtPair and others), which core/upload.cuh
-// copies there.
+// shapes among the tables (TtKernelFlags), not on the number of tables. What differs between tables
+// is in arrays of arguments in device memory (TtTableArgs, TtPair and others), which
+// core/upload.cuh copies there.
 #pragma once
 
 #include <vector>
@@ -20,10 +20,10 @@
 
 namespace emb::cuda {
 
-// A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (the buffers) and, from both,
-// a TtArrays. It calls TtArrays::upload, then make_values (unless the buffers have the values of an
-// earlier pass), and then make_rows (forward) or make_grads and update (backward). The memory
-// belongs to the caller, who must keep it until the kernels have run.
+// An op builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (the buffers) and, from both, a
+// TtPass. It calls TtPass::upload, then make_values (unless the buffers have the values of an
+// earlier pass), and then make_rows (forward) or make_grads and, in an update, update (backward).
+// The memory belongs to the op, which must keep it until the kernels have run.
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -31,8 +31,8 @@ inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 // One table of a batch; its addresses are of device memory.
 struct TtDeviceTable {
   TtShape shape;
-  int64_t first_left, first_right;  // first ids of its halves
-  const void* cores[kMaxCores];
+  int64_t first_left_id, first_right_id;  // first ids of its halves, over all tables
+  const void* cores[kMaxCores];           // of dtype TtDeviceBatch::type
   // Outer core and, for a pair, inner core of the left half as floats: the cores, or copies.
   const float* left[2];
   float* mirrored[2];        // copies of outer and inner core of a right pair with axes reversed
@@ -47,7 +47,7 @@ struct TtDeviceBatch {
   Dtype type;  // dtype of the cores
   TtPlan plan;
   MatmulPrecision precision;
-  int64_t num_left_ids = 0, num_right_ids = 0;  // ids of halves of all tables
+  int64_t num_left_ids = 0, num_right_ids = 0;  // numbers of ids of halves of all tables
   int64_t left_stride = 0, right_stride = 0, row_stride = 0;
   bool has_left_pairs = false, has_right_pairs = false;
 
@@ -59,7 +59,7 @@ struct TtDeviceBatch {
     const void* const* core = cores.data();
     for (const TtShape& shape : shapes) {
       TtDeviceTable table{shape, num_left_ids, num_right_ids, {}, {}, {}, {}, {}};
-      for (int k = 0; k < shape.cores; ++k) table.cores[k] = *core++;
+      for (int k = 0; k < shape.num_cores; ++k) table.cores[k] = *core++;
       for (int k = 0; k < 2; ++k) table.left[k] = static_cast<const float*>(table.cores[k]);
       tables.push_back(table);
       const TtHalf left = shape.left(), right = shape.right();
@@ -73,14 +73,14 @@ struct TtDeviceBatch {
     }
   }
 
-  // Return the maximum number of distinct halves, and the floats of their values.
+  // Return the maximum number of distinct halves, and the number of floats of their values.
   int64_t max_lefts() const { return min_of(plan.capacity, num_left_ids); }
   int64_t max_rights() const { return min_of(plan.capacity, num_right_ids); }
   int64_t left_floats() const { return max_lefts() * left_stride; }
   int64_t right_floats() const { return max_rights() * right_stride; }
 
-  // Return the maximum floats of a row of the outer core of a pair; 0 if there is no pair. half_of
-  // is &TtShape::left or &TtShape::right.
+  // Return the maximum number of floats of a row of the outer core of a pair; 0 without pairs.
+  // half_of is &TtShape::left or &TtShape::right.
   int64_t max_outer_floats(TtHalf (TtShape::*half_of)() const) const {
     int64_t floats = 0;
     for (const TtDeviceTable& table : tables) {
@@ -91,11 +91,12 @@ struct TtDeviceBatch {
   }
 };
 
-// The buffers of a pass in device memory. The functions assign_* get them from allocate(n), which
-// must return an address for n floats, valid as long as the pass; null for n = 0.
+// The buffers of a pass in device memory; members without a buffer are null. The functions assign_*
+// get the buffers from allocate(n), which must return the address of n floats, at a multiple of 16
+// bytes for vectors, or null for n = 0. Buffers need no initial values.
 struct TtMemory {
-  float* right_values = nullptr;       // [rights, right_stride]
-  const float* left_values = nullptr;  // [lefts, left_stride] of pairs
+  float* right_values = nullptr;       // [max_rights, right_stride]
+  const float* left_values = nullptr;  // [max_lefts, left_stride] of pairs
   float* new_left_values = nullptr;    // left_values if this pass computes them, else null
   // The other buffers serve the backward pass only.
   float *left_grads = nullptr, *right_grads = nullptr;  // gradients of the values of pairs
@@ -113,12 +114,12 @@ struct TtMemory {
     for (TtDeviceTable& table : batch->tables) {
       const TtHalf left = table.shape.left(), right = table.shape.right();
       if (right.is_pair) {
-        table.mirrored[0] = allocate(right.outer_rows * right.outer_size());
-        table.mirrored[1] = allocate(right.inner_rows * right.inner_size());
+        table.mirrored[0] = allocate(right.num_outer_rows * right.outer_size());
+        table.mirrored[1] = allocate(right.num_inner_rows * right.inner_size());
       }
       if (batch->type != Dtype::kFloat) {
-        table.left[0] = allocate(left.outer_rows * left.outer_size());
-        if (left.is_pair) table.left[1] = allocate(left.inner_rows * left.inner_size());
+        table.left[0] = allocate(left.num_outer_rows * left.outer_size());
+        if (left.is_pair) table.left[1] = allocate(left.num_inner_rows * left.inner_size());
       }
     }
   }
@@ -134,25 +135,27 @@ struct TtMemory {
     for (TtDeviceTable& table : batch->tables) {
       const TtHalf right = table.shape.right();
       if (!right.is_pair) continue;
-      table.mirrored_grads[0] = allocate(right.outer_rows * right.outer_size());
-      table.mirrored_grads[1] = allocate(right.inner_rows * right.inner_size());
+      table.mirrored_grads[0] = allocate(right.num_outer_rows * right.outer_size());
+      table.mirrored_grads[1] = allocate(right.num_inner_rows * right.inner_size());
     }
   }
 };
 
-// The arrays of arguments of a pass, and its launches. The constructor builds the arrays on the
-// host; `upload` copies them to the device, and must be called before the other launches. No
-// function waits for the device. Refers to `batch`, which must outlive it.
-class TtArrays {
+// A forward or backward pass: its arrays of arguments, and its launches. The constructor builds the
+// arrays on the host; `upload` copies them to the device, and must be called before the other
+// launches. No function waits for the device. `launcher` is a CudaLauncher or, in tests, a
+// simt::HostLauncher. Refers to `batch`, which must outlive it. The gradients of cores
+// (TtDeviceTable::grads) must be set before.
+class TtPass {
  public:
-  TtArrays(const TtDeviceBatch& batch, const TtMemory& memory) : batch_(batch) {
+  TtPass(const TtDeviceBatch& batch, const TtMemory& memory) : batch_(batch) {
     const auto num_tables = static_cast<int64_t>(batch.tables.size());
     for (int64_t t = 0; t < num_tables; ++t) {
-      add_rows(batch.tables[t], memory);
+      add_table(batch.tables[t], memory);
       add_copies(batch.tables[t], t);
       add_left_pair(batch.tables[t], memory, t);
     }
-    num_left_pairs_ = size_of(pairs_);
+    num_left_pairs_ = count_of(pairs_);
     for (int64_t t = 0; t < num_tables; ++t) add_right_pair(batch.tables[t], memory, t);
     args_.plan = batch.plan;
     args_.right_values = memory.right_values;
@@ -162,8 +165,8 @@ class TtArrays {
 
   // Add an optimizer step on the rows of a core, before `upload`. first_block of `step` is ignored.
   void add_step(MatrixStep step) {
-    step.first_block = update_blocks_;
-    update_blocks_ += step.gradient.num_blocks();
+    step.first_block = num_update_blocks_;
+    num_update_blocks_ += step.gradient.num_blocks();
     steps_.push_back(step);
   }
 
@@ -171,26 +174,29 @@ class TtArrays {
   static int64_t max_words(const TtDeviceBatch& batch) {
     int64_t bytes = 0;
     for (const TtDeviceTable& table : batch.tables) {
-      bytes += sizeof(TtTableRows) + 2 * sizeof(TtPair) + 2 * sizeof(WidenedCore) +
-               4 * sizeof(TtReverse) + table.shape.cores * sizeof(MatrixStep);
+      bytes += sizeof(TtTableArgs) + 2 * sizeof(TtPair) + 2 * sizeof(WidenedCore) +
+               4 * sizeof(TtReverse) + table.shape.num_cores * sizeof(MatrixStep);
     }
     return bytes / static_cast<int64_t>(sizeof(uint64_t));
   }
 
-  // Copy the arrays to `words`, device memory for max_words, and do the work of `step_start`: fill
-  // gradients with zeros, count the step of an update. Its first_update_word is ignored.
+  // Copy the arrays to `words`, device memory for max_words() words, and do the work of
+  // `step_start`: fill gradients with zeros, count the step of an update. Its first_update_word is
+  // ignored.
   template <class Launcher>
   void upload(const Launcher& launcher, uint64_t* words, StepStart step_start = {}) {
     Upload upload;
-    const int64_t rows = upload.add(rows_), pairs = upload.add(pairs_), widen = upload.add(widen_),
-                  mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_);
+    const int64_t tables = upload.add(tables_), pairs = upload.add(pairs_),
+                  widened_cores = upload.add(widened_cores_),
+                  mirrored_cores = upload.add(mirrored_cores_),
+                  unmirrored_grads = upload.add(unmirrored_grads_);
     step_start.first_update_word = upload.add(steps_);
     upload.start(launcher, words, step_start);
-    args_.tables = reinterpret_cast<const TtTableRows*>(words + rows);
+    args_.tables = reinterpret_cast<const TtTableArgs*>(words + tables);
     device_pairs_ = reinterpret_cast<const TtPair*>(words + pairs);
-    device_widen_ = reinterpret_cast<const WidenedCore*>(words + widen);
-    device_mirror_ = reinterpret_cast<const TtReverse*>(words + mirror);
-    device_mirror_back_ = reinterpret_cast<const TtReverse*>(words + mirror_back);
+    device_widened_cores_ = reinterpret_cast<const WidenedCore*>(words + widened_cores);
+    device_mirrored_cores_ = reinterpret_cast<const TtReverse*>(words + mirrored_cores);
+    device_unmirrored_grads_ = reinterpret_cast<const TtReverse*>(words + unmirrored_grads);
     device_steps_ = reinterpret_cast<const MatrixStep*>(words + step_start.first_update_word);
   }
 
@@ -198,15 +204,16 @@ class TtArrays {
   // null, the values of left pairs. `memory` is that of the constructor.
   template <class Launcher>
   void make_values(const Launcher& launcher, const TtMemory& memory) const {
-    if (!widen_.empty()) {
+    if (!widened_cores_.empty()) {
       launcher(widen_cores_kernel,
-               blocks_for(widen_rows_, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
-               kPairThreads, device_widen_, size_of(widen_), widen_rows_, batch_.type);
+               blocks_for(num_widened_rows_, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
+               kPairThreads, device_widened_cores_, count_of(widened_cores_), num_widened_rows_,
+               batch_.type);
     }
     if (has_last_cores_) {
       launch_right_values(launcher, batch_.max_rights(), args_, batch_.type, memory.right_values);
     }
-    reverse(launcher, device_mirror_, size_of(mirror_), batch_.type);
+    reverse(launcher, device_mirrored_cores_, count_of(mirrored_cores_), batch_.type);
     const int first_pair = memory.new_left_values != nullptr ? 0 : num_left_pairs_;
     launch_expand(launcher, batch_.precision, pairs_from(first_pair));
   }
@@ -218,30 +225,31 @@ class TtArrays {
     launch_tt_rows(launcher, batch_.precision, kernels_, batch_.max_lefts(), args_, rows);
   }
 
-  // Write the gradients of all cores from the gradients of the rows, [capacity, row_stride]. Of a
-  // core that is in no pair, rows that the batch does not use are not written.
+  // Write the gradients of all cores from the gradients of the rows, [capacity, row_stride]. In the
+  // gradient of a core that is not part of a pair, rows that the batch does not use are not
+  // written: the caller fills them with zeros (StepStart::zeros).
   template <class Launcher>
   void make_grads(const Launcher& launcher, const TtMemory& memory, const float* row_grads) const {
     launch_left_grads(launcher, batch_.precision, kernels_, batch_.max_lefts(), args_, row_grads);
     const RightGradBuffers buffers{row_grads, has_row_vectors(row_grads), memory.partials,
                                    memory.right_grads, max_right_tiles_};
-    launch_right_grads(launcher, kernels_.right_vectors && buffers.has_vectors,
-                       kernels_.right_scalars || !buffers.has_vectors, batch_.max_rights(), args_,
-                       buffers);
+    launch_right_grads(launcher, kernels_.needs_right_vectors && buffers.has_vectors,
+                       kernels_.needs_right_scalars || !buffers.has_vectors, batch_.max_rights(),
+                       args_, buffers);
     launch_contract(launcher, batch_.precision, pairs_from(0));
-    reverse(launcher, device_mirror_back_, size_of(mirror_back_), Dtype::kFloat);
+    reverse(launcher, device_unmirrored_grads_, count_of(unmirrored_grads_), Dtype::kFloat);
   }
 
-  // Apply the optimizer to the cores of add_step. Of `step`, only the optimizer and the
-  // hyperparameters are read; they hold for all cores.
+  // Apply the steps of add_step. Of `step`, only the optimizer and the hyperparameters are read;
+  // they hold for all cores.
   template <class Launcher>
   void update(const Launcher& launcher, const OptimizerStepArgs& step) const {
-    launch_update_matrices(launcher, device_steps_, size_of(steps_), update_blocks_, step);
+    launch_update_matrices(launcher, device_steps_, count_of(steps_), num_update_blocks_, step);
   }
 
  private:
   template <class T>
-  static int size_of(const std::vector<T>& items) {
+  static int count_of(const std::vector<T>& items) {
     return static_cast<int>(items.size());
   }
 
@@ -262,7 +270,7 @@ class TtArrays {
             table.left[1],
             plan.lefts,
             plan.left_starts() + table_index,
-            table.first_left,
+            table.first_left_id,
             batch_.left_stride,
             false};
   }
@@ -273,22 +281,22 @@ class TtArrays {
             table.mirrored[1],
             plan.rights,
             plan.right_starts() + table_index,
-            table.first_right,
+            table.first_right_id,
             batch_.right_stride,
             true};
   }
 
-  // Add to the arrays what `table`, table number table_index of the batch, needs.
-  void add_rows(const TtDeviceTable& table, const TtMemory& memory);
+  // Add the arguments of `table`, table number table_index of the batch, to the arrays.
+  void add_table(const TtDeviceTable& table, const TtMemory& memory);
   void add_copies(const TtDeviceTable& table, int64_t table_index);
   void add_left_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t table_index);
   void add_right_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t table_index);
 
   void add_pair(TtPair pair) {
-    pair.first_inner = pair_inner_rows_;
-    pair.first_outer = pair_outer_rows_;
-    pair_inner_rows_ += pair.halves.half.inner_rows;
-    pair_outer_rows_ += pair.halves.half.outer_rows;
+    pair.first_inner_row = num_pair_inner_rows_;
+    pair.first_outer_row = num_pair_outer_rows_;
+    num_pair_inner_rows_ += pair.halves.half.num_inner_rows;
+    num_pair_outer_rows_ += pair.halves.half.num_outer_rows;
     pairs_.push_back(pair);
   }
 
@@ -296,14 +304,14 @@ class TtArrays {
   TtPairs pairs_from(int first) const {
     TtPairs result;
     result.pairs = device_pairs_ + first;
-    result.num_pairs = size_of(pairs_) - first;
-    if (result.num_pairs > 0) result.first_inner = pairs_[first].first_inner;
-    for (int i = first; i < size_of(pairs_); ++i) {
+    result.num_pairs = count_of(pairs_) - first;
+    if (result.num_pairs > 0) result.first_inner_row = pairs_[first].first_inner_row;
+    for (int i = first; i < count_of(pairs_); ++i) {
       const TtHalf& half = pairs_[i].halves.half;
       result.inner_rows_per_pair =
-          i == first || result.inner_rows_per_pair == half.inner_rows ? half.inner_rows : 0;
-      result.inner_rows += half.inner_rows;
-      result.outer_rows += half.outer_rows;
+          i == first || result.inner_rows_per_pair == half.num_inner_rows ? half.num_inner_rows : 0;
+      result.num_inner_rows += half.num_inner_rows;
+      result.num_outer_rows += half.num_outer_rows;
       result.max_width = static_cast<int>(max_of(result.max_width, half.q_inner * half.rank));
       result.max_inner_rank = static_cast<int>(max_of(result.max_inner_rank, half.inner_rank));
     }
@@ -316,93 +324,99 @@ class TtArrays {
                Dtype type) const {
     if (num_matrices == 0) return;
     launcher(reverse_kernel,
-             blocks_for(mirror_rows_, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
-             kRowThreads, matrices, num_matrices, mirror_rows_, type);
+             blocks_for(num_mirrored_rows_, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
+             kRowThreads, matrices, num_matrices, num_mirrored_rows_, type);
   }
 
   const TtDeviceBatch& batch_;
-  TtDeviceRowsArgs args_{};
-  TtKernels kernels_;
+  TtBatchArgs args_{};
+  TtKernelFlags kernels_;
   bool has_last_cores_ = false;
   int num_left_pairs_ = 0, max_right_tiles_ = 0;
-  int64_t max_left_floats_ = 0;  // maximum size, in floats, of the array TtTableRows::left
-  // Totals: core rows of pairs, rows of float copies, rows of mirrored cores, blocks of the update.
-  int64_t pair_inner_rows_ = 0, pair_outer_rows_ = 0;
-  int64_t widen_rows_ = 0, mirror_rows_ = 0, update_blocks_ = 0;
-  std::vector<TtTableRows> rows_;
+  int64_t max_left_floats_ = 0;  // maximum size, in floats, of the array TtTableArgs::left
+  // Totals: core rows of pairs, rows of widened cores, rows of mirrored cores, blocks of the
+  // update.
+  int64_t num_pair_inner_rows_ = 0, num_pair_outer_rows_ = 0;
+  int64_t num_widened_rows_ = 0, num_mirrored_rows_ = 0, num_update_blocks_ = 0;
+  std::vector<TtTableArgs> tables_;
   std::vector<TtPair> pairs_;
-  std::vector<WidenedCore> widen_;
-  std::vector<TtReverse> mirror_, mirror_back_;  // cores to mirrored cores; their gradients back
+  std::vector<WidenedCore> widened_cores_;
+  // The copies of cores to mirrored cores, and of the gradients of mirrored cores to those of
+  // cores.
+  std::vector<TtReverse> mirrored_cores_, unmirrored_grads_;
   std::vector<MatrixStep> steps_;
   const TtPair* device_pairs_ = nullptr;
-  const WidenedCore* device_widen_ = nullptr;
-  const TtReverse *device_mirror_ = nullptr, *device_mirror_back_ = nullptr;
+  const WidenedCore* device_widened_cores_ = nullptr;
+  const TtReverse *device_mirrored_cores_ = nullptr, *device_unmirrored_grads_ = nullptr;
   const MatrixStep* device_steps_ = nullptr;
 };
 
-inline void TtArrays::add_rows(const TtDeviceTable& table, const TtMemory& memory) {
+inline void TtPass::add_table(const TtDeviceTable& table, const TtMemory& memory) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
-  const int last = table.shape.cores - 1;
-  TtTableRows rows{};
-  rows.left_columns = left.columns();
-  rows.right_columns = right.columns();
-  rows.rank = left.rank;
-  rows.has_left_pair = left.is_pair;
-  rows.first_left = static_cast<int32_t>(table.first_left);
-  rows.first_right = static_cast<int32_t>(table.first_right);
-  rows.left = left.is_pair ? memory.left_values : table.left[0];
-  rows.left_grads = left.is_pair ? memory.left_grads : table.grads[0];
-  rows.left_stride = left.is_pair ? batch_.left_stride : left.value_size();
-  rows.last_core = right.is_pair ? nullptr : table.cores[last];
-  rows.last_grads = right.is_pair ? nullptr : table.grads[last];
-  rows.has_vectors = rows.rank % 4 == 0 && rows.left_stride % 4 == 0 &&
-                     batch_.right_stride % 4 == 0 && is_aligned(rows.left, 16) &&
+  const int last = table.shape.num_cores - 1;
+  TtTableArgs args{};
+  args.left_columns = left.columns();
+  args.right_columns = right.columns();
+  args.rank = left.rank;
+  args.has_left_pair = left.is_pair;
+  args.first_left_id = static_cast<int32_t>(table.first_left_id);
+  args.first_right_id = static_cast<int32_t>(table.first_right_id);
+  args.left = left.is_pair ? memory.left_values : table.left[0];
+  args.left_grads = left.is_pair ? memory.left_grads : table.grads[0];
+  args.left_stride = left.is_pair ? batch_.left_stride : left.value_size();
+  args.last_core = right.is_pair ? nullptr : table.cores[last];
+  args.last_grads = right.is_pair ? nullptr : table.grads[last];
+  args.has_vectors = args.rank % 4 == 0 && args.left_stride % 4 == 0 &&
+                     batch_.right_stride % 4 == 0 && is_aligned(args.left, 16) &&
                      is_aligned(memory.right_values, 16);
-  rows_.push_back(rows);
+  tables_.push_back(args);
   has_last_cores_ |= !right.is_pair;
   args_.max_column_groups =
-      static_cast<int>(max_of(args_.max_column_groups, num_column_groups(rows.left_columns)));
-  args_.max_rank_groups = static_cast<int>(max_of(args_.max_rank_groups, (rows.rank + 31) / 32));
+      static_cast<int>(max_of(args_.max_column_groups, num_column_groups(args.left_columns)));
+  args_.max_rank_groups = static_cast<int>(max_of(args_.max_rank_groups, (args.rank + 31) / 32));
   max_right_tiles_ =
-      static_cast<int>(max_of(max_right_tiles_, num_right_tiles(rows.right_columns, rows.rank)));
-  max_left_floats_ = max_of(
-      max_left_floats_, left.is_pair ? batch_.left_floats() : left.outer_rows * left.value_size());
-  (rows.has_mma_rows() ? kernels_.mma_rows : kernels_.plain_rows) = true;
-  (rows.has_mma_grads() ? kernels_.mma_grads : kernels_.plain_grads) = true;
-  const bool has_right_vectors = rows.has_vectors && rows.right_columns % 4 == 0;
-  (has_right_vectors ? kernels_.right_vectors : kernels_.right_scalars) = true;
+      static_cast<int>(max_of(max_right_tiles_, num_right_tiles(args.right_columns, args.rank)));
+  max_left_floats_ =
+      max_of(max_left_floats_,
+             left.is_pair ? batch_.left_floats() : left.num_outer_rows * left.value_size());
+  (args.has_mma_rows() ? kernels_.needs_mma_rows : kernels_.needs_plain_rows) = true;
+  (args.has_mma_grads() ? kernels_.needs_mma_grads : kernels_.needs_plain_grads) = true;
+  (args.has_right_vectors() ? kernels_.needs_right_vectors : kernels_.needs_right_scalars) = true;
 }
 
 // Add the copies of 16-bit left cores as floats, of the cores of a right pair with reversed axes,
 // and, back again, of the gradients of these cores.
-inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t table_index) {
+inline void TtPass::add_copies(const TtDeviceTable& table, int64_t table_index) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
-  const int last = table.shape.cores - 1;
+  const int last = table.shape.num_cores - 1;
   const auto widen = [&](int k, int64_t rows, int64_t width, int64_t ids_per_row) {
-    widen_.push_back({left_halves(table, table_index), table.cores[k],
-                      const_cast<float*>(table.left[k]), widen_rows_, width, ids_per_row});
-    widen_rows_ += rows;
+    widened_cores_.push_back({left_halves(table, table_index), table.cores[k],
+                              const_cast<float*>(table.left[k]), num_widened_rows_, width,
+                              ids_per_row});
+    num_widened_rows_ += rows;
   };
   if (batch_.type != Dtype::kFloat) {
-    // Copy all rows of the outer core of a pair: the halves that use a row are no range of halves.
-    widen(0, left.outer_rows, left.outer_size(), left.is_pair ? 0 : 1);
-    if (left.is_pair) widen(1, left.inner_rows, left.inner_size(), left.outer_rows);
+    // Copy all rows of the outer core of a pair: the halves that use a row are not a range of
+    // halves.
+    widen(0, left.num_outer_rows, left.outer_size(), left.is_pair ? 0 : 1);
+    if (left.is_pair) widen(1, left.num_inner_rows, left.inner_size(), left.num_outer_rows);
   }
   if (!right.is_pair) return;
   // Core k, of `rows` rows [a, q, b], has mirrored[i] as its copy.
   const auto mirror = [&](int k, int i, int64_t rows, int64_t a, int64_t q, int64_t b) {
-    mirror_.push_back({table.cores[k], table.mirrored[i], mirror_rows_, a, q, b});
+    mirrored_cores_.push_back({table.cores[k], table.mirrored[i], num_mirrored_rows_, a, q, b});
     if (table.grads[k] != nullptr) {
-      mirror_back_.push_back({table.mirrored_grads[i], table.grads[k], mirror_rows_, b, q, a});
+      unmirrored_grads_.push_back(
+          {table.mirrored_grads[i], table.grads[k], num_mirrored_rows_, b, q, a});
     }
-    mirror_rows_ += rows;
+    num_mirrored_rows_ += rows;
   };
-  mirror(last, 0, right.outer_rows, right.inner_rank, right.q_outer, 1);
-  mirror(last - 1, 1, right.inner_rows, right.rank, right.q_inner, right.inner_rank);
+  mirror(last, 0, right.num_outer_rows, right.inner_rank, right.q_outer, 1);
+  mirror(last - 1, 1, right.num_inner_rows, right.rank, right.q_inner, right.inner_rank);
 }
 
-inline void TtArrays::add_left_pair(const TtDeviceTable& table, const TtMemory& memory,
-                                    int64_t table_index) {
+inline void TtPass::add_left_pair(const TtDeviceTable& table, const TtMemory& memory,
+                                  int64_t table_index) {
   if (!table.shape.left().is_pair) return;
   TtPair pair{};
   pair.halves = left_halves(table, table_index);
@@ -415,8 +429,8 @@ inline void TtArrays::add_left_pair(const TtDeviceTable& table, const TtMemory& 
   add_pair(pair);
 }
 
-inline void TtArrays::add_right_pair(const TtDeviceTable& table, const TtMemory& memory,
-                                     int64_t table_index) {
+inline void TtPass::add_right_pair(const TtDeviceTable& table, const TtMemory& memory,
+                                   int64_t table_index) {
   if (!table.shape.right().is_pair) return;
   TtPair pair{};
   pair.halves = right_halves(table, table_index);

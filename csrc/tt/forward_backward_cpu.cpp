@@ -4,8 +4,8 @@
 // tt/args.h defines halves, pairs, values and plans. To *expand* a pair is to compute its value
 // from its cores. The right halves of a table are expanded first, all of them; left halves are
 // expanded when they are needed. Core rows that the batch does not use are not read and not
-// updated. Tables are processed one after another by all threads, or several at once by a thread
-// each (for_tables). All arithmetic is float32, which every `matmul_precision` allows.
+// updated. Tables are processed one after another, each by all threads, or several at once, each by
+// one thread (for_tables). All arithmetic is float32, which every `matmul_precision` allows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -42,19 +42,19 @@ constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 // thread's share (not measured).
 constexpr int64_t kMaxSharePercent = 150;
 
-// Reverse the axes of `rows` rows, in parallel.
-void tt_reverse(const TtReverseArgs& args, int64_t rows) {
+// Reverse the axes of `num_rows` rows, in parallel.
+void tt_reverse(const TtReverseArgs& args, int64_t num_rows) {
   const int64_t size = args.a * args.q * args.b;
   parallel_balanced(
-      rows, kReverseGrain, [&](int64_t row) { return row * size; },
+      num_rows, kReverseGrain, [&](int64_t row) { return row * size; },
       [&](int64_t begin, int64_t end) { tt_kernels().reverse(args, begin, end); });
 }
 
 // Float copies of the core rows of a table that a batch uses, for cores stored in 16 bits.
 struct UsedCores {
-  std::vector<int32_t> rows[kMaxCores];  // the used rows of each core, ascending
-  Floats values[kMaxCores];              // copies of these rows
-  std::vector<int32_t> lefts, rights;    // ids of the halves in a table of these rows alone
+  std::vector<int32_t> rows[kMaxCores];      // the used rows of each core, ascending
+  Floats values[kMaxCores];                  // copies of these rows
+  std::vector<int32_t> left_ids, right_ids;  // ids of the halves in a table of these rows alone
 };
 
 // One table of a batch, and its part of the plan. A table with 16-bit cores is replaced by a
@@ -71,7 +71,8 @@ struct TtTableBatch {
   int64_t num_rows, num_lefts, num_rights;  // distinct rows and halves of the table
   int64_t first_left_id, first_right_id;    // first ids of the table's halves in the plan
   TtHalf left, right;
-  // The cores, or the copies in `used`; empty for 16-bit cores of which the batch has no row.
+  // The cores, or the copies in `used`. Empty for a table of 16-bit cores without rows in the
+  // batch.
   std::vector<const float*> cores;
   UsedCores used;  // empty for float32 cores
 
@@ -85,8 +86,8 @@ struct TtTableBatch {
         num_rows(plan.row_starts()[t + 1] - first_row),
         num_lefts(plan.left_starts()[t + 1] - first_left),
         num_rights(plan.right_starts()[t + 1] - first_right),
-        first_left_id(tables.first_lefts[t]),
-        first_right_id(tables.first_rights[t]),
+        first_left_id(tables.first_left_ids[t]),
+        first_right_id(tables.first_right_ids[t]),
         left(shape.left()),
         right(shape.right()) {
     plan.lefts += first_left;
@@ -100,7 +101,7 @@ struct TtTableBatch {
     for (const Tensor& core : tables.cores[t]) cores.push_back(core.const_data_ptr<float>());
   }
 
-  // Return the row of the table's core k that is row `row` of cores[k].
+  // Return the row of the table's whole core k that is row `row` of cores[k].
   int64_t core_row(int64_t k, int64_t row) const {
     return used.rows[k].empty() ? row : used.rows[k][row];
   }
@@ -109,14 +110,14 @@ struct TtTableBatch {
     return {left, cores[0], cores[1], plan.lefts, first_left_id, false};
   }
 
-  // Return the number of multiplications that expand the left halves [0, u) and compute their rows.
+  // Return the number of multiplications to expand the left halves [0, u) and compute their rows.
   int64_t cost(int64_t u) const {
     const int64_t per_left = left.is_pair ? left.q_outer * left.inner_size() : 0;
     return u * per_left + (plan.left_segments[u] - first_row) * shape.dim() * left.rank;
   }
 
-  // Allocate the scratch of one call of a kernel on left halves.
-  Floats new_scratch() const { return new_floats(tt_scratch_size(left, shape.dim())); }
+  // Return scratch for one call of a kernel on left halves.
+  Floats new_scratch() const { return new_floats(tt_scratch_floats(left, shape.dim())); }
 
  private:
   void widen(const std::vector<Tensor>& narrow, Dtype type);
@@ -124,27 +125,27 @@ struct TtTableBatch {
 
 // Replace the table by one of float32 copies of the core rows that the batch uses.
 void TtTableBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
-  const int last = shape.cores - 1;
-  used.lefts = compact_ids({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
-                           &used.rows[0], &used.rows[1]);
-  used.rights = compact_ids({right, nullptr, nullptr, plan.rights, first_right_id, true},
-                            num_rights, &used.rows[last], &used.rows[last - 1]);
+  const int last = shape.num_cores - 1;
+  used.left_ids = compact_ids({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
+                              &used.rows[0], &used.rows[1]);
+  used.right_ids = compact_ids({right, nullptr, nullptr, plan.rights, first_right_id, true},
+                               num_rights, &used.rows[last], &used.rows[last - 1]);
   for (int k = 0; k <= last; ++k) {
-    const auto rows = static_cast<int64_t>(used.rows[k].size());
+    const auto num_used_rows = static_cast<int64_t>(used.rows[k].size());
     const int64_t width = narrow[k].size(1);
-    used.values[k] = new_floats(rows * width);
+    used.values[k] = new_floats(num_used_rows * width);
     const WidenRowsArgs args{narrow[k].const_data_ptr(), type, used.rows[k].data(), width,
                              used.values[k].get()};
     parallel_balanced(
-        rows, kUpdateGrain, [&](int64_t row) { return row * width; },
+        num_used_rows, kUpdateGrain, [&](int64_t row) { return row * width; },
         [&](int64_t begin, int64_t end) { tt_update_table().widen(args, begin, end); });
-    shape.p[k] = rows;
+    shape.p[k] = num_used_rows;
     cores.push_back(used.values[k].get());
   }
   left = shape.left();
   right = shape.right();
-  plan.lefts = used.lefts.data();
-  plan.rights = used.rights.data();
+  plan.lefts = used.left_ids.data();
+  plan.rights = used.right_ids.data();
   first_left_id = first_right_id = 0;
 }
 
@@ -160,7 +161,7 @@ struct TtRightHalves {
       : values(new_floats(batch.num_rights * batch.right.value_size())),
         cores{batch.right, nullptr, nullptr, batch.plan.rights, batch.first_right_id, true} {
     const TtHalf& half = batch.right;
-    const int last = batch.shape.cores - 1;
+    const int last = batch.shape.num_cores - 1;
     if (!half.is_pair) {
       tt_reverse({.from = batch.cores[last],
                   .to = values.get(),
@@ -197,19 +198,19 @@ struct TtRightHalves {
     parallel_balanced(
         batch.num_rights, kTtGrain, [&](int64_t v) { return v * per_half; },
         [&](int64_t begin, int64_t end) {
-          const Floats scratch = new_floats(tt_scratch_size(half, batch.shape.dim()));
+          const Floats scratch = new_floats(tt_scratch_floats(half, batch.shape.dim()));
           tt_kernels().expand(cores, values.get() + begin * half.value_size(), scratch.get(), begin,
                               end);
         });
   }
 };
 
-// The values of the first left halves of a table, which are a part of a tensor `left_values`,
-// [number, value_size], of the first left halves of all tables. Within this part the values follow
-// each other without gaps, even if they are smaller than value_size.
+// The values of the first left halves of a table: a part of a tensor `left_values`, [num_saved,
+// left_value_size], of the first left halves of all tables. Within this part the values follow each
+// other without gaps, even if they are smaller than left_value_size.
 struct LeftValues {
   float* values = nullptr;  // null if there are none
-  int64_t num_values;       // 0 if the left halves are no pairs
+  int64_t num_values;       // 0 if the left halves are not pairs
 
   LeftValues(const Tensor& left_values, const TtTableBatch& batch)
       : num_values(batch.left.is_pair ? std::clamp<int64_t>(left_values.size(0) - batch.first_left,
@@ -221,9 +222,9 @@ struct LeftValues {
   }
 };
 
-// Write the distinct rows of one table to `rows`, [M][row_stride] of all tables, and its left
-// values to `left_values`, as many as there is room for. Runs in parallel; each left half is
-// expanded once.
+// Write the distinct rows of one table to `rows`, [M][row_stride] of all tables, and the values of
+// its first left halves to `left_values`, as many as it has room for. Runs in parallel; each left
+// half is expanded once.
 void make_rows(const TtTableBatch& batch, const LeftValues& left_values, float* rows,
                int64_t row_stride) {
   const TtHalf& right = batch.right;
@@ -257,7 +258,7 @@ void make_rows(const TtTableBatch& batch, const LeftValues& left_values, float* 
       batch.num_lefts, kTtGrain, [&](int64_t u) { return batch.cost(u); },
       [&](int64_t begin, int64_t end) {
         const Floats scratch = batch.new_scratch();
-        tt_kernels().rows(args, scratch.get(), begin, end);
+        tt_kernels().write_rows(args, scratch.get(), begin, end);
       });
 }
 
@@ -273,7 +274,7 @@ std::vector<TtTableBatch> used_tables(const TtTables& tables, const TtPlan& plan
 
 // Call body(table, is_single_threaded) for each table: for several tables at once, on one thread
 // each, if that keeps all threads busy; otherwise for one table after another, each on all threads.
-// is_single_threaded says that the table has one thread, also because there is only one.
+// is_single_threaded says that one thread processes the table.
 template <class Body>
 void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
   // Work of all tables before each table, in multiplications.
@@ -302,18 +303,18 @@ void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& left_values,
                   float* rows) {
   for_tables(used_tables(tables, plan), [&](const TtTableBatch& batch, bool) {
-    make_rows(batch, LeftValues(left_values, batch), rows, tables.dim);
+    make_rows(batch, LeftValues(left_values, batch), rows, tables.max_dim);
   });
 }
 
 namespace {
 
-// Return the distinct rows of all tables in key order, float32 [L, dim of the widest table], and
-// the left values, those of the first `num_saved` left halves, float32 [num_saved, value_size].
-// Rows after the last one, columns beyond the dim of a table, and values of halves that are no pair
-// or do not exist are unspecified. The left values serve tt_core_grads and tt_update_ alone: see
-// LeftValues. `plan_tensors` must be the result of tt_plan; their contents are checked. The lists
-// are the arguments of TtTables.
+// Return the distinct rows of all tables in key order, float32 [L, max_dim], and
+// the left values, those of the first `num_saved` left halves, float32 [num_saved,
+// left_value_size] (see TtTables). Rows after the last one, columns beyond the dim of a table, and
+// values of halves that are not pairs or do not exist are unspecified. The left values serve
+// tt_core_grads and tt_update_ alone: see LeftValues. `plan_tensors` must be the result of tt_plan;
+// their contents are checked. The lists are the arguments of TtTables.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -324,9 +325,9 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_plan_contents(op, plan, tables);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
-  Tensor rows = allocate_output(cores[0], {plan.capacity, tables.dim}, ScalarType::Float);
+  Tensor rows = allocate_output(cores[0], {plan.capacity, tables.max_dim}, ScalarType::Float);
   const Tensor left_values =
-      allocate_output(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
+      allocate_output(cores[0], {num_saved, tables.left_value_size}, ScalarType::Float);
   tt_make_rows(tables, plan, left_values, rows.mutable_data_ptr<float>());
   return {rows, left_values};
 }
@@ -344,11 +345,11 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 // thread runs it. A single thread does not wait for others between waves, so its waves can be small
 // enough for its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kSingleThreadWaveFloats = 1 << 18;
-constexpr int64_t kMinWave = 4 * kTtBlock;  // minimum number of left halves in a wave
+constexpr int64_t kMinWaveHalves = 4 * kTtBlockHalves;  // minimum number of left halves in a wave
 
 // The halves [begin, end) of `rows`, sorted by outer row, to add their gradients of outer rows,
-// `outer_grads_by_half`, [end - begin][size], to those of the batch, `grads`, [outer rows][size].
-// Refers to both arrays, which must outlive it.
+// `outer_grads_by_half`, [end - begin][size], to those of the batch, `grads`, [used outer
+// rows][size]. Refers to both arrays, which must outlive it.
 class OuterRowSums {
  public:
   OuterRowSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
@@ -365,7 +366,7 @@ class OuterRowSums {
   }
 
   int64_t num_rows() const { return num_rows_; }
-  // Return the additions for the outer rows [0, row), and `size` per row for its own work.
+  // Return the number of additions for the outer rows [0, row), plus `size` per row for other work.
   int64_t cost(int64_t row) const { return (row + starts_[row]) * args_.size; }
   // Add the gradients of the outer rows [begin, end).
   void run(int64_t begin, int64_t end) const { tt_kernels().sum_outer(args_, begin, end); }
@@ -389,8 +390,8 @@ struct CoreStep {
   }
 };
 
-// Floats of gradients of inner rows that are collected before the optimizer is applied to them: few
-// enough to be still in the first two levels of the cache.
+// Floats of gradients of inner rows that are collected before the optimizer is applied to them: so
+// few that they are still in the first two levels of the cache.
 constexpr int64_t kStepFloats = 1 << 13;
 
 // The gradients of the rows of one core that the batch uses.
@@ -406,8 +407,8 @@ struct CoreGrads {
 class TtTableBackward {
  public:
   // `row_grads`, [M][row_stride], has the gradients of the rows of all tables.
-  // `is_single_threaded`: run on this thread alone (see for_tables). `batch`, `rights` and
-  // `row_grads` must outlive it.
+  // `is_single_threaded`: run on this thread alone (see for_tables). `batch`, `rights`,
+  // `row_grads` and the memory of `left_values` must outlive it.
   TtTableBackward(const TtTableBatch& batch, const TtRightHalves& rights,
                   const LeftValues& left_values, const float* row_grads, int64_t row_stride,
                   bool is_single_threaded)
@@ -426,34 +427,35 @@ class TtTableBackward {
                      .size = batch.left.value_size()} {}
 
   // Compute the gradients of the core or cores of the left half, and the gradients of the values of
-  // right halves. `inner` is not touched if the half is no pair. If `step`, a step of the inner
-  // core, is not null, that core may be updated here; `inner` then gets no rows.
+  // right halves. `inner` is not touched if the half is not a pair. If `step`, a step of the inner
+  // core, is not null, that core may be updated here; `inner` then gets no rows. Call this once.
   void compute_left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
     const TtHalf& left = batch_.left;
-    const int64_t lefts = batch_.num_lefts;
+    const int64_t num_lefts = batch_.num_lefts;
     outer->width = left.outer_size();
     if (!left.is_pair) {
-      outer->rows = core_rows(batch_.plan.lefts, lefts, batch_.first_left_id);
-      outer->values = new_floats(lefts * outer->width);
+      outer->rows = core_rows(batch_.plan.lefts, num_lefts, batch_.first_left_id);
+      outer->values = new_floats(num_lefts * outer->width);
       left_values_.unsaved_values = batch_.cores[0];
-      add_left_grads({nullptr, nullptr, outer->values.get(), 0}, 0, lefts);
-      return add_right_grads(lefts, nullptr);
+      compute_left_grads({nullptr, nullptr, outer->values.get(), 0}, 0, num_lefts);
+      return add_right_grads(num_lefts, nullptr);
     }
     left_values_.ids = nullptr;
-    const PairRows rows(batch_.left_cores(), lefts);
+    const PairRows rows(batch_.left_cores(), num_lefts);
     outer->rows = rows.outer_rows;
     outer->values = new_floats(rows.num_outer() * outer->width);
     std::fill_n(outer->values.get(), rows.num_outer() * outer->width, 0.0f);
     inner->width = left.inner_size();
     const int64_t num_saved = left_values_.num_saved;
-    const int64_t max_wave = (is_single_threaded_ ? kSingleThreadWaveFloats : kWaveFloats) /
-                             left_values_.size;  // halves
-    const int64_t wave = std::max(std::min(max_wave, lefts), kMinWave);
+    const int64_t max_wave_halves =
+        (is_single_threaded_ ? kSingleThreadWaveFloats : kWaveFloats) / left_values_.size;
+    const int64_t wave_halves = std::max(std::min(max_wave_halves, num_lefts), kMinWaveHalves);
     // Saved values need no buffer, so that several threads process all of them in one wave.
-    const int64_t saved_wave = is_single_threaded_ ? wave : std::max(wave, num_saved);
+    const int64_t saved_wave_halves =
+        is_single_threaded_ ? wave_halves : std::max(wave_halves, num_saved);
     // If no inner row has more halves than a wave, waves end with an inner row. Then the gradient
     // of every inner row is complete within a wave, and the step is applied there.
-    const bool steps_in_waves = step != nullptr && rows.max_halves_per_inner_row() <= wave;
+    const bool steps_in_waves = step != nullptr && rows.max_halves_per_inner_row() <= wave_halves;
     const auto wave_end = [&](int64_t max_end) {
       return steps_in_waves ? rows.first_half_of_inner_row(max_end) : max_end;
     };
@@ -467,14 +469,14 @@ class TtTableBackward {
       inner->values = new_floats(rows.num_inner() * inner->width);
     }
     const int64_t saved_end = wave_end(num_saved);
-    expanded_ = new_floats(num_saved < lefts ? wave * left_values_.size : 0);
-    const Floats outer_grads_by_half = new_floats(saved_wave * left.outer_size());
+    expanded_ = new_floats(num_saved < num_lefts ? wave_halves * left_values_.size : 0);
+    const Floats outer_grads_by_half = new_floats(saved_wave_halves * left.outer_size());
     left_values_.unsaved_values = expanded_.get();
-    for (int64_t begin = 0, end; begin < lefts; begin = end) {
-      end = wave_end(begin < saved_end ? std::min(begin + saved_wave, saved_end)
-                                       : std::min(begin + wave, lefts));
+    for (int64_t begin = 0, end; begin < num_lefts; begin = end) {
+      end = wave_end(begin < saved_end ? std::min(begin + saved_wave_halves, saved_end)
+                                       : std::min(begin + wave_halves, num_lefts));
       left_values_.first_unsaved = begin;
-      add_left_grads(
+      compute_left_grads(
           {inner->values.get(), rows.inner_positions.data(), outer_grads_by_half.get(), begin},
           begin, end);
       const OuterRowSums sums(rows, outer->width, begin, end, outer_grads_by_half.get(),
@@ -484,7 +486,7 @@ class TtTableBackward {
   }
 
   // Compute the gradients of the core or cores of the right half, after compute_left_half.
-  // `inner_core` is not touched if the half is no pair.
+  // `inner_core` is not touched if the half is not a pair.
   void compute_right_half(CoreGrads* outer_core, CoreGrads* inner_core) const {
     const TtHalf& half = batch_.right;
     outer_core->width = half.outer_size();
@@ -504,17 +506,17 @@ class TtTableBackward {
     const Floats inner = new_floats(num_inner * half.inner_size());
     const Floats outer_grads_by_half = new_floats(batch_.num_rights * half.outer_size());
     std::fill_n(outer.get(), num_outer * half.outer_size(), 0.0f);
-    const std::vector<int64_t> groups = inner_row_groups(rights_.cores, 0, batch_.num_rights);
+    const std::vector<int64_t> group_starts = inner_row_groups(rights_.cores, 0, batch_.num_rights);
     const TtHalfGrads grads{inner.get(), rows.inner_positions.data(), outer_grads_by_half.get(), 0};
     const int64_t per_half = 2 * half.q_outer * half.inner_size();
     parallel_balanced(
-        static_cast<int64_t>(groups.size()) - 1, kTtGrain,
-        [&](int64_t i) { return groups[i] * per_half; },
+        static_cast<int64_t>(group_starts.size()) - 1, kTtGrain,
+        [&](int64_t i) { return group_starts[i] * per_half; },
         [&](int64_t begin, int64_t end) {
-          const Floats scratch = new_floats(tt_scratch_size(half, batch_.shape.dim()));
+          const Floats scratch = new_floats(tt_scratch_floats(half, batch_.shape.dim()));
           tt_kernels().contract(rights_.cores, grads,
-                                right_grads_.get() + groups[begin] * half.value_size(),
-                                scratch.get(), groups[begin], groups[end]);
+                                right_grads_.get() + group_starts[begin] * half.value_size(),
+                                scratch.get(), group_starts[begin], group_starts[end]);
         });
     const OuterRowSums sums(rows, half.outer_size(), 0, batch_.num_rights,
                             outer_grads_by_half.get(), outer.get());
@@ -543,7 +545,7 @@ class TtTableBackward {
  private:
   // Compute the gradients of the inner core, or apply step_ to it, and the gradients of outer rows
   // per half, for left halves [begin, end), which are a wave. Expand the values that are not saved.
-  void add_left_grads(const TtHalfGrads& grads, int64_t begin, int64_t end) {
+  void compute_left_grads(const TtHalfGrads& grads, int64_t begin, int64_t end) {
     const TtLeftGradsArgs args{.left = batch_.left_cores(),
                                .right_columns = batch_.right.columns(),
                                .right_values = rights_.values.get(),
@@ -553,25 +555,25 @@ class TtTableBackward {
                                .row_grads = row_grads_,
                                .row_stride = row_stride_,
                                .grads = grads};
-    std::vector<int64_t> groups;
+    std::vector<int64_t> group_starts;
     if (batch_.left.is_pair) {
-      groups = inner_row_groups(args.left, begin, end);
+      group_starts = inner_row_groups(args.left, begin, end);
     } else {
-      for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
+      for (int64_t u = begin; u <= end; ++u) group_starts.push_back(u);
     }
     const int64_t cost_before = batch_.cost(begin);
     parallel_balanced(
-        static_cast<int64_t>(groups.size()) - 1, kTtGrain,
-        [&](int64_t i) { return batch_.cost(groups[i]) - cost_before; },
+        static_cast<int64_t>(group_starts.size()) - 1, kTtGrain,
+        [&](int64_t i) { return batch_.cost(group_starts[i]) - cost_before; },
         [&](int64_t first, int64_t last) {
           const Floats scratch = batch_.new_scratch();
-          const int64_t from = groups[first], to = groups[last];
+          const int64_t from = group_starts[first], to = group_starts[last];
           const int64_t first_unsaved = std::max(from, left_values_.num_saved);
           if (batch_.left.is_pair && first_unsaved < to) {
             float* values = expanded_.get() + (first_unsaved - begin) * left_values_.size;
             tt_kernels().expand(args.left, values, scratch.get(), first_unsaved, to);
           }
-          if (step_ == nullptr) return tt_kernels().left_grads(args, scratch.get(), from, to);
+          if (step_ == nullptr) return tt_kernels().write_left_grads(args, scratch.get(), from, to);
           const int64_t width = batch_.left.inner_size();
           const int64_t max_rows = std::max<int64_t>(kStepFloats / width, 1);
           const Floats inner_grads = new_floats((max_rows + kMatrixScratchRows) * width);
@@ -579,13 +581,13 @@ class TtTableBackward {
           step_args.grads.inner_grads = inner_grads.get();
           step_args.step = {step_->update, step_->args(nullptr, width, step_rows_.data()), max_rows,
                             inner_grads.get() + max_rows * width};
-          tt_kernels().left_grads(step_args, scratch.get(), from, to);
+          tt_kernels().write_left_grads(step_args, scratch.get(), from, to);
         });
   }
 
   // Add the rows of the left halves below `end` to the gradients of right halves, except rows that
   // an earlier call added. Also run `sums`, if it is not null, in the same parallel region. If
-  // is_single_threaded_, take the rows in their order: see right_grads_by_row.
+  // is_single_threaded_, take the rows in their order: see add_right_grads_by_row.
   void add_right_grads(int64_t end, const OuterRowSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{.left_values = left_values_,
@@ -603,23 +605,27 @@ class TtTableBackward {
                                 .row_grads = row_grads_,
                                 .row_stride = row_stride_,
                                 .grads = right_grads_.get()};
-    const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->num_rows() : 0;
+    const int64_t num_rights = batch_.num_rights;
+    const int64_t num_outer_rows = sums != nullptr ? sums->num_rows() : 0;
     if (is_single_threaded_) {
-      tt_kernels().right_grads_by_row(args, added_rows_end_, args.row_end);
+      tt_kernels().add_right_grads_by_row(args, added_rows_end_, args.row_end);
       added_rows_end_ = args.row_end;
-      if (sums != nullptr) sums->run(0, outer_rows);
+      if (sums != nullptr) sums->run(0, num_outer_rows);
       return;
     }
     const int64_t per_row = int64_t{1} * batch_.shape.dim() * batch_.left.rank;
     const auto cost = [&](int64_t i) {
-      const int64_t v = std::min(i, rights);
+      const int64_t v = std::min(i, num_rights);
       return (plan.right_segments[v] - batch_.first_row) * per_row +
-             (i > rights ? sums->cost(i - rights) : 0);
+             (i > num_rights ? sums->cost(i - num_rights) : 0);
     };
-    parallel_balanced(rights + outer_rows, kTtGrain, cost, [&](int64_t first, int64_t last) {
-      if (first < rights) tt_kernels().right_grads(args, first, std::min(last, rights));
-      if (last > rights) sums->run(std::max(first, rights) - rights, last - rights);
-    });
+    parallel_balanced(num_rights + num_outer_rows, kTtGrain, cost,
+                      [&](int64_t first, int64_t last) {
+                        if (first < num_rights)
+                          tt_kernels().add_right_grads(args, first, std::min(last, num_rights));
+                        if (last > num_rights)
+                          sums->run(std::max(first, num_rights) - num_rights, last - num_rights);
+                      });
   }
 
   const TtTableBatch& batch_;
@@ -660,8 +666,8 @@ struct GradInputs {
                                   bool is_single_threaded) const {
     const TtRightHalves rights(batch);
     TtTableBackward backward(batch, rights, LeftValues(left_values, batch),
-                             row_grads.const_data_ptr<float>(), tables.dim, is_single_threaded);
-    std::vector<CoreGrads> grads(batch.shape.cores);
+                             row_grads.const_data_ptr<float>(), tables.max_dim, is_single_threaded);
+    std::vector<CoreGrads> grads(batch.shape.num_cores);
     const size_t last = grads.size() - 1;
     backward.compute_left_half(&grads[0], &grads[1], inner_step);
     backward.compute_right_half(&grads[last], &grads[last - 1]);

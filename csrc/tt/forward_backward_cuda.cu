@@ -3,11 +3,11 @@
 // of device tensors are trusted, and arrays have the length of the largest case. Otherwise the
 // contracts are those of the CPU (plan_cpu.cpp, forward_backward_cpu.cpp, batch_cpu.cpp).
 //
-// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first packs what the second needs
-// too into one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores and
-// the values of halves. Each pass packs its other buffers into a second allocation. The other ops
-// are parts of these passes, for compiled graphs, and for gradients of sample weights and whole
-// cores.
+// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first packs into one tensor
+// (`ForwardState`) what the second also needs: the grouping of the lookups, the plan, copies of
+// cores and the values of halves. Each pass packs its other buffers into a second allocation. The
+// other ops are parts of these passes, for compiled graphs, and for gradients of sample weights and
+// whole cores.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -26,11 +26,11 @@
 namespace emb::cuda {
 namespace {
 
-// Buffers in one tensor. `assign_all(buffers)` must assign every buffer, by calls of `buffers(n)`,
-// `ints(n)` or `words(n)`. It is called twice and must ask for the same sizes in the same order:
-// the first call adds up the sizes and assigns null; the second, left out if all sizes are 0,
-// assigns the addresses. The memory is freed, in the order of the stream, after the last owner of
-// the tensor.
+// Uninitialised buffers in one tensor. `assign_all(buffers)` must assign every buffer, by calls of
+// `buffers(n)`, `ints(n)` or `words(n)`. It is called twice and must ask for the same sizes in the
+// same order: the first call adds up the sizes and assigns null; the second, omitted if all sizes
+// are 0, assigns the addresses. The memory is freed, in the order of the stream, after the last
+// owner of the tensor.
 class PackedBuffers {
  public:
   // Allocate the tensor on the device of `like`.
@@ -60,8 +60,8 @@ class PackedBuffers {
 
   const Tensor& tensor() const { return *tensor_; }
 
-  // Return the next buffer, of n floats, at a multiple of 256 bytes within the tensor; null if n is
-  // 0 or in the first call of assign_all.
+  // Return the next buffer, of n floats, at a multiple of 256 bytes from the start of the tensor;
+  // null if n is 0, and in the first call of assign_all.
   float* operator()(int64_t n) {
     constexpr int64_t kAlignedFloats = 64;
     if (n == 0) return nullptr;
@@ -121,27 +121,18 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   return keys;
 }
 
-// The tensors of a plan, in the order of TtPlanTensor, in device memory.
+// The data of the tensors of a plan, in the order of TtPlanTensor, in device memory.
 struct PlanArrays {
-  int32_t* arrays[kTtPlanTensors];
+  int32_t* arrays[kNumTtPlanTensors];
 
   int32_t* operator[](TtPlanTensor i) const { return arrays[i]; }
 
   TtPlan plan(int64_t capacity, int64_t num_tables) const {
-    return {capacity,
-            num_tables,
-            arrays[kTtLefts],
-            arrays[kTtLeftSegments],
-            arrays[kTtRowLefts],
-            arrays[kTtRights],
-            arrays[kTtRightSegments],
-            arrays[kTtRowRights],
-            arrays[kTtRightRows],
-            arrays[kTtStarts]};
+    return tt_plan_of_arrays(capacity, num_tables, arrays);
   }
 };
 
-// The scratch of `write_plan`, for n lookups.
+// The scratch of `write_plan`, for n lookups. Its contents need no initial values.
 struct PlanScratch {
   // [n] the left id of each row, then [kMaxTtRanges] the number of left halves of each range.
   int32_t* left_id_of_row = nullptr;
@@ -217,7 +208,7 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   return plan;
 }
 
-// Return the addresses of cores.
+// Return the device addresses of cores.
 std::vector<const void*> core_addresses(const std::vector<Tensor>& cores) {
   std::vector<const void*> addresses;
   for (const Tensor& core : cores) addresses.push_back(core.const_data_ptr());
@@ -234,9 +225,9 @@ TtDeviceBatch planned_batch(const char* op, const TtTables& tables,
   return {tables.shapes, core_addresses(cores), tables.type, plan, precision};
 }
 
-// Return the distinct rows of a plan, float32 [L, dim of the widest table], and the left values,
-// those of its first `num_saved` left halves, float32 [num_saved, value_size]. Rows and halves that
-// do not exist, columns beyond the dim of a table, and values of halves that are no pair are
+// Return the distinct rows of a plan, float32 [L, max_dim], and the left values, those of its first
+// `num_saved` left halves, float32 [num_saved, left_value_size] (see TtTables). Rows and halves
+// that do not exist, columns beyond the dim of a table, and values of halves that are not pairs are
 // unspecified.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
@@ -247,12 +238,12 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const CudaLauncher launcher(cores[0]);
-  Tensor rows = allocate(cores[0], {batch.plan.capacity, tables.dim}, ScalarType::Float);
-  Tensor left_values = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
+  Tensor rows = allocate(cores[0], {batch.plan.capacity, tables.max_dim}, ScalarType::Float);
+  Tensor left_values = allocate(cores[0], {num_saved, tables.left_value_size}, ScalarType::Float);
   if (batch.plan.capacity == 0) return {rows, left_values};
   TtMemory memory;
   float* const returned_values = left_values.mutable_data_ptr<float>();
-  // The kernels write the values of as many left halves as the batch can have.
+  // The kernels need room for the values of as many left halves as the batch can have.
   const bool has_room_for_all = num_saved >= batch.max_lefts();
   uint64_t* words = nullptr;
   const PackedBuffers scratch(cores[0], [&](PackedBuffers& buffers) {
@@ -260,12 +251,12 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
     if (batch.has_left_pairs) {
       memory.set_left_values(has_room_for_all ? returned_values : buffers(batch.left_floats()));
     }
-    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
+    words = buffers.words<uint64_t>(TtPass::max_words(batch));
   });
-  TtArrays arrays(batch, memory);
-  arrays.upload(launcher, words);
-  arrays.make_values(launcher, memory);
-  arrays.make_rows(launcher, rows.mutable_data_ptr<float>());
+  TtPass pass(batch, memory);
+  pass.upload(launcher, words);
+  pass.make_values(launcher, memory);
+  pass.make_rows(launcher, rows.mutable_data_ptr<float>());
   if (batch.has_left_pairs && !has_room_for_all && num_saved > 0) {
     check_cuda(
         cudaMemcpyAsync(returned_values, memory.left_values, left_values.numel() * sizeof(float),
@@ -275,7 +266,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   return {rows, left_values};
 }
 
-// The layout of one tensor with the gradients of all cores. Cores that are no part of a pair come
+// The layout of one tensor with the gradients of all cores. Cores that are not part of a pair come
 // first, because they must be filled with zeros: the kernels write only the rows that the batch
 // uses.
 struct GradLayout {
@@ -287,7 +278,7 @@ struct GradLayout {
     for (const bool in_pair : {false, true}) {
       size_t core = 0;  // among the cores of all tables
       for (const TtShape& shape : tables.shapes) {
-        for (int k = 0; k < shape.cores; ++k, ++core) {
+        for (int k = 0; k < shape.num_cores; ++k, ++core) {
           if (offsets.size() <= core) offsets.push_back(0);
           if (is_in_pair(shape, k) != in_pair) continue;
           offsets[core] = num_floats;
@@ -301,7 +292,8 @@ struct GradLayout {
 
  private:
   static bool is_in_pair(const TtShape& shape, int k) {
-    return k < (shape.cores / 2) + (shape.cores % 2) ? shape.left().is_pair : shape.right().is_pair;
+    return k < (shape.num_cores / 2) + (shape.num_cores % 2) ? shape.left().is_pair
+                                                             : shape.right().is_pair;
   }
 };
 
@@ -321,7 +313,7 @@ Tensor matrix_at(const Tensor& memory, int64_t first, int64_t rows, int64_t colu
 void set_grads(const GradLayout& grad_layout, float* grads, TtDeviceBatch* batch) {
   size_t core = 0;  // among the cores of all tables
   for (TtDeviceTable& table : batch->tables) {
-    for (int k = 0; k < table.shape.cores; ++k)
+    for (int k = 0; k < table.shape.num_cores; ++k)
       table.grads[k] = grads + grad_layout.offsets[core++];
   }
 }
@@ -337,20 +329,20 @@ void assign_values(const float* left_values, TtDeviceBatch* batch, PackedBuffers
   }
 }
 
-// Add an optimizer step per core to `arrays`; `grads` is the memory that `grad_layout` describes.
+// Add an optimizer step per core to `pass`; `grads` is the memory that `grad_layout` describes.
 void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStepArgs>& steps,
-               const GradLayout& grad_layout, const float* grads, TtArrays* arrays) {
+               const GradLayout& grad_layout, const float* grads, TtPass* pass) {
   int64_t first_row = 0;  // first row of a core among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {
     const MatrixGrad matrix_grad{grads + grad_layout.offsets[k], cores[k].size(0), cores[k].size(1),
                                  first_row};
-    arrays->add_step({matrix_grad, steps[k].tiers[0], 0});
+    pass->add_step({matrix_grad, steps[k].tiers[0], 0});
     first_row += cores[k].size(0);
   }
 }
 
 // Write the gradients of the cores to `grads`, the memory that `grad_layout` describes, and apply
-// `steps`, one per core, to the cores, unless it is empty. The plan must have room for a row.
+// `steps`, one per core, to the cores, unless it is empty. The capacity of the plan must not be 0.
 void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const Tensor& left_values,
                   const Tensor& row_grads, const GradLayout& grad_layout, float* grads,
                   const CudaLauncher& launcher, const std::vector<OptimizerStepArgs>& steps) {
@@ -365,21 +357,21 @@ void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const T
     assign_values(has_all_values ? left_values.const_data_ptr<float>() : nullptr, &batch, buffers,
                   &memory);
     memory.assign_backward(&batch, buffers);
-    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
+    words = buffers.words<uint64_t>(TtPass::max_words(batch));
   });
-  TtArrays arrays(batch, memory);
-  if (!steps.empty()) add_steps(cores, steps, grad_layout, grads, &arrays);
-  arrays.upload(launcher, words, StepStart{grads, grad_layout.num_zeros});
-  arrays.make_values(launcher, memory);
-  arrays.make_grads(launcher, memory, gradient.const_data_ptr<float>());
+  TtPass pass(batch, memory);
+  if (!steps.empty()) add_steps(cores, steps, grad_layout, grads, &pass);
+  pass.upload(launcher, words, StepStart{grads, grad_layout.num_zeros});
+  pass.make_values(launcher, memory);
+  pass.make_grads(launcher, memory, gradient.const_data_ptr<float>());
   // The first step has the optimizer and the hyperparameters, which are the same for all cores.
-  if (!steps.empty()) arrays.update(launcher, steps[0]);
+  if (!steps.empty()) pass.update(launcher, steps[0]);
 }
 
-// Return the gradient of each core, float32 of its shape, from `row_grads`, float32 [L or more, dim
-// of the widest table], the gradients of the rows of tt_rows. The results are views of one tensor.
-// `left_values` must be what tt_rows returned for this plan and these cores. If they are fewer than
-// the left halves that L lookups can have, all values are computed again.
+// Return the gradient of each core, float32 of its shape, from `row_grads`, float32 [L or more,
+// max_dim], the gradients of the rows of tt_rows. The results are views of one tensor.
+// `left_values` must be what tt_rows returned for this plan and these cores. If it has fewer rows
+// than L lookups can have left halves, all values are computed again.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                   const Tensor& left_values, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
@@ -422,8 +414,8 @@ std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tens
 }
 
 // Apply the optimizer, in place in `cores` and `states`, to the core rows whose gradient is not
-// zero throughout. core_steps describes `states`; the other arguments are those of tt_core_grads.
-// Does not count the step in `hyper`.
+// zero throughout. states_by_core describes `states`; the other arguments are those of
+// tt_core_grads. Does not count the step in `hyper`.
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan, const Tensor& left_values,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
@@ -457,11 +449,11 @@ struct ForwardState {
     groups.sorted_bags = buffers.ints(n);
     groups.num_groups = buffers.ints(1);
     int i = 0;
-    for (const int64_t size : tt_plan_sizes(n, batch->plan.tables)) {
+    for (const int64_t size : tt_plan_sizes(n, batch->plan.num_tables)) {
       plan.arrays[i++] = buffers.ints(size);
     }
     assign_values(nullptr, batch, buffers, &memory);
-    batch->plan = plan.plan(n, batch->plan.tables);
+    batch->plan = plan.plan(n, batch->plan.num_tables);
   }
 };
 
@@ -477,7 +469,7 @@ TtDeviceBatch unplanned_batch(const char* op, const TtTables& tables,
   for (const Tensor* tensor : other_inputs) check_same_device(op, "each core", *tensor, cores[0]);
   TtPlan plan{};
   plan.capacity = indices.numel();
-  plan.tables = tables.size();
+  plan.num_tables = tables.size();
   return {tables.shapes, core_addresses(cores), tables.type, plan,
           parse_matmul_precision(op, matmul_precision)};
 }
@@ -504,8 +496,9 @@ Tensor pool_rows(const TtDeviceBatch& batch, bool has_one_dim, float* rows, int3
     weights = {weight, empty_tier, empty_tier, weight};
     slots = lookup_rows;
   }
-  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), lookup_rows,
-                    offsets, slots, bag_layout, sample_weights, pooling, output_dim, output_dtype);
+  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtRowFeatures),
+                    lookup_rows, offsets, slots, bag_layout, sample_weights, pooling, output_dim,
+                    output_dtype);
 }
 
 // Look up a batch. Return the output, then, if num_saved >= 0, one tensor for tt_backward_, which
@@ -520,14 +513,15 @@ std::vector<Tensor> tt_lookup_checked_(
     std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores, int64_t num_saved,
     std::optional<int64_t> check, Tensor violations, int64_t matmul_precision) {
   const char* op = "tt_lookup_checked_";
-  const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
+  const TtTables checked_tables(op, cores, row_factors, dim_factors, num_cores);
   TtDeviceBatch batch =
-      unplanned_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+      unplanned_batch(op, checked_tables, cores, features, indices, offsets, matmul_precision);
   const TtTableIds* table_ids = tt_table_ids(op, "tables", tables);
   check_same_device(op, "tables", tables, indices);
-  const Tensor key_features = tt_features(op, features, kTtOfKeys);
-  STD_TORCH_CHECK(tables.size(0) == shapes.size() && feature_tables.size(0) == key_features.size(0),
-                  op, ": tables and feature_tables must have a row per table and per feature");
+  const Tensor key_features = tt_features(op, features, kTtKeyFeatures);
+  STD_TORCH_CHECK(
+      tables.size(0) == checked_tables.size() && feature_tables.size(0) == key_features.size(0), op,
+      ": tables and feature_tables must have a row per table and per feature");
   check_sample_weights(op, sample_weights, indices);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
@@ -544,33 +538,32 @@ std::vector<Tensor> tt_lookup_checked_(
     keys = buffers.words<int64_t>(n);
     row_of_lookup = buffers.ints(n);
     rows = buffers(n * batch.row_stride);
-    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
+    words = buffers.words<uint64_t>(TtPass::max_words(batch));
   });
   std::vector<Tensor> results;
   Tensor valid_offsets = offsets;
   if (check) {
-    valid_offsets = bounds_check_(indices, offsets, tt_features(op, features, kTtOfIds), bag_layout,
-                                  *check, violations);
+    valid_offsets = bounds_check_(indices, offsets, tt_features(op, features, kTtIdFeatures),
+                                  bag_layout, *check, violations);
   }
   write_keys(op, launcher, indices, valid_offsets, bag_layout, feature_tables, keys);
   group_lookups(op, key_features,
                 torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
-                valid_offsets, bag_layout, shapes.first_keys.back(), check.has_value(),
+                valid_offsets, bag_layout, checked_tables.first_keys.back(), check.has_value(),
                 state.groups);
   const DeviceGrouping& groups = state.groups;
-  write_plan(launcher, indices, groups.rows, groups.num_groups, table_ids, shapes.size(),
+  write_plan(launcher, indices, groups.rows, groups.num_groups, table_ids, checked_tables.size(),
              &plan_scratch, state.plan,
              {groups.segments, groups.sorted_lookups, groups.num_groups, n, row_of_lookup});
   if (n > 0) {
-    TtArrays arrays(batch, state.memory);
-    arrays.upload(launcher, words);
-    arrays.make_values(launcher, state.memory);
-    arrays.make_rows(launcher, rows);
+    TtPass pass(batch, state.memory);
+    pass.upload(launcher, words);
+    pass.make_values(launcher, state.memory);
+    pass.make_rows(launcher, rows);
   }
-  bool has_one_dim = true;
-  for (const TtShape& shape : shapes.shapes) has_one_dim &= shape.dim() == shapes.dim;
-  results.push_back(pool_rows(batch, has_one_dim, rows, row_of_lookup, features, valid_offsets,
-                              bag_layout, sample_weights, pooling, output_dim, output_dtype));
+  results.push_back(pool_rows(batch, checked_tables.has_one_dim(), rows, row_of_lookup, features,
+                              valid_offsets, bag_layout, sample_weights, pooling, output_dim,
+                              output_dtype));
   if (num_saved >= 0) results.push_back(state_memory.tensor());
   if (check) results.push_back(valid_offsets);
   return results;
@@ -589,9 +582,9 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                   std::vector<int64_t> num_cores, bool is_stale, int64_t matmul_precision,
                   std::optional<Tensor> is_finite) {
   const char* op = "tt_backward_";
-  const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
+  const TtTables checked_tables(op, cores, row_factors, dim_factors, num_cores);
   TtDeviceBatch batch =
-      unplanned_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+      unplanned_batch(op, checked_tables, cores, features, indices, offsets, matmul_precision);
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
@@ -600,7 +593,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  const GradLayout grad_layout(shapes);
+  const GradLayout grad_layout(checked_tables);
   ForwardState state;
   const PackedBuffers state_memory(op, indices, kept[0],
                                    [&](PackedBuffers& buffers) { state.assign(&batch, buffers); });
@@ -611,27 +604,27 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   const PackedBuffers scratch(indices, [&](PackedBuffers& buffers) {
     row_grads = buffers(n * batch.row_stride);
     grads = buffers(grad_layout.num_floats);
-    // New buffers for the values and the copies of cores: `kept` must not change.
+    // Assign new buffers for the values and the copies of cores: `kept` must not change.
     if (is_stale) assign_values(nullptr, &batch, buffers, &memory);
     memory.assign_backward(&batch, buffers);
-    words = buffers.words<uint64_t>(TtArrays::max_words(batch));
+    words = buffers.words<uint64_t>(TtPass::max_words(batch));
   });
   set_grads(grad_layout, grads, &batch);
-  TtArrays arrays(batch, memory);
-  add_steps(cores, steps, grad_layout, grads, &arrays);
-  sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, state.groups, offsets,
+  TtPass pass(batch, memory);
+  add_steps(cores, steps, grad_layout, grads, &pass);
+  sum_row_grads(op, grad, tt_features(op, features, kTtKeyFeatures), indices, state.groups, offsets,
                 bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
-  StepStart begin{grads, grad_layout.num_zeros,
-                  static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep,
-                  is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
-  if (n == 0) begin.num_zeros = 0;  // nothing reads the gradients then
+  StepStart step_start{grads, grad_layout.num_zeros,
+                       static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep,
+                       is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
+  if (n == 0) step_start.num_zeros = 0;  // nothing reads the gradients then
   // If *is_finite is false, this launch clears the steps of the optimizer, so that `update` does
   // nothing.
-  arrays.upload(launcher, words, begin);
+  pass.upload(launcher, words, step_start);
   if (n == 0) return;
-  if (is_stale) arrays.make_values(launcher, memory);
-  arrays.make_grads(launcher, memory, row_grads);
-  arrays.update(launcher, steps[0]);  // optimizer and hyperparameters, the same for all cores
+  if (is_stale) pass.make_values(launcher, memory);
+  pass.make_grads(launcher, memory, row_grads);
+  pass.update(launcher, steps[0]);  // optimizer and hyperparameters, the same for all cores
 }
 
 }  // namespace

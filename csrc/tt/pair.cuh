@@ -1,6 +1,6 @@
-// Pairs of cores on the GPU: the values of their distinct halves (launch_expand), and the gradients
-// of both cores from the gradients of these values (launch_contract). Shapes and names are those of
-// TtHalf in tt/args.h.
+// Pairs of cores on the GPU: the values of the distinct halves that are pairs (launch_expand), and
+// the gradients of both cores from the gradients of these values (launch_contract). Shapes and
+// names are those of TtHalf in tt/args.h.
 //
 // Halves are sorted by id, and so by inner row. A block processes one inner row and a tile of
 // columns: it finds the halves that share the row, and computes one tiled product for all of them
@@ -18,22 +18,23 @@
 
 namespace emb::cuda {
 
-// A *line* is one outer column of one half: a row of the products, [inner_rank] in the outer core
-// and [q_inner, rank] in a value.
+// A *line* is one outer column of one half: a row of the products, with inner_rank floats in the
+// outer core and width() = q_inner * rank floats in a value. In the products, m and n are the row
+// and the column of the result, and k is the index over which they sum.
 
 // The distinct left halves, or the distinct right halves, of a table: numbers [range[0], range[1])
 // among the halves of all tables. All pointers are to device memory.
 struct TtHalves {
   TtHalf half;
-  const float* outer;    // [outer_rows][q_outer, inner_rank]
-  const float* inner;    // [inner_rows][inner_rank, q_inner, rank]
+  const float* outer;    // [num_outer_rows][q_outer, inner_rank]
+  const float* inner;    // [num_inner_rows][inner_rank, q_inner, rank]
   const int32_t* ids;    // ids of the distinct halves of all tables, ascending
   const int32_t* range;  // [2], in device memory, so not known to the host
   int64_t first_id;      // first id of the table
   int64_t value_stride;  // floats between the values of halves
   bool is_mirrored;      // right halves: columns of a value are (inner, outer)
 
-  // Return the floats of a line.
+  // Return the number of floats of a line in a value.
   EMB_DEVICE int width() const { return half.q_inner * half.rank; }
   // Return the offset of the line (half u, outer column) in the values of halves, in floats.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
@@ -53,14 +54,14 @@ struct TtHalves {
   // Write elements n and n + 1 of a line that begins at `line`, if they exist. n must be even.
   EMB_DEVICE void store_two_of_line(float* line, int n, bool uses_vectors, float first,
                                     float second) const;
-  // Return the number of the table's first half whose id within the table is at least `id`,
-  // range[1] if there is none. All lanes of a warp call this with the same id.
+  // Return the table's first half whose id within the table is at least `id`, numbered over all
+  // tables; range[1] if there is none. All lanes of a warp call this with the same id.
   EMB_DEVICE int warp_lower_bound(int64_t id) const {
     const int first = range[0];
     const auto id_of = [&](int u) { return int64_t{ids[first + u]} - first_id; };
     return first + 1 + warp_search(id_of, range[1] - first, id - 1);
   }
-  // Return the same number; a single thread calls this, and it takes more steps.
+  // Return the same half; each thread may call this with another id. It takes more steps.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
     while (low < high) {
@@ -76,127 +77,129 @@ struct TtHalves {
 };
 
 // An int holds the number of elements of a core row or of a value, and of the lines of an inner row
-// (see tt_shape in tt/check.h).
+// (tt_shape in tt/check.h checks this).
 
 // A pair of cores of a batch, with its values and gradients, in device memory.
 struct TtPair {
   TtHalves halves;
-  int64_t first_inner, first_outer;  // numbers of its first core rows, over all pairs
+  int64_t first_inner_row, first_outer_row;  // its first rows, numbered over all pairs
   // [halves of all tables][value_stride], written by expand_kernel. Null for left halves whose
   // values an earlier pass has written: expand_kernel then does not get this pair.
   float* values;
-  const float* value_grads;  // gradients of the values, of the same shape; null in a forward pass
+  const float* value_grads;  // gradients of the values, of their shape; null in a forward pass
   // Scratch of a backward pass, for all tables: the gradient of an outer row, per half. For this
   // table these are [halves][outer_size] from outer_grads_of_table() on.
   float* outer_grads_by_half;
   int64_t outer_stride;              // maximum of outer_size over all tables
-  float *outer_grads, *inner_grads;  // gradients of the cores of this pair, outputs
+  float *outer_grads, *inner_grads;  // outputs: gradients of all rows of the cores of this pair
 
   EMB_DEVICE float* outer_grads_of_table() const {
     return outer_grads_by_half + halves.range[0] * outer_stride;
   }
 };
 
-// The pairs of a launch: the pairs of all tables, or only the right pairs. Inner rows are numbered
-// pair after pair. A block reads the arguments of its pair from device memory. Totals and maxima
-// are over the pairs of the launch.
+// The pairs of a launch: the pairs of all tables, or only the right pairs. Inner and outer rows are
+// numbered pair after pair. A block reads the arguments of its pair from device memory. Totals and
+// maxima are over the pairs of the launch.
 struct TtPairs {
   const TtPair* pairs = nullptr;  // [num_pairs], in device memory
   int num_pairs = 0;
-  int64_t first_inner = 0;                 // number of the first inner row
-  int64_t inner_rows = 0, outer_rows = 0;  // totals
-  int64_t inner_rows_per_pair = 0;         // 0 if pairs differ
+  int64_t first_inner_row = 0;                     // number of the first inner row
+  int64_t num_inner_rows = 0, num_outer_rows = 0;  // totals
+  int64_t inner_rows_per_pair = 0;                 // 0 if pairs differ
   int max_width = 0, max_inner_rank = 0;
 
   // Return the pair of inner row `row`, numbered over all pairs. All lanes of a warp call this.
   EMB_DEVICE int pair_of_inner(int64_t row) const {
-    if (inner_rows_per_pair > 0) return static_cast<int>((row - first_inner) / inner_rows_per_pair);
-    return warp_search([&](int i) { return pairs[i].first_inner; }, num_pairs, row);
+    if (inner_rows_per_pair > 0)
+      return static_cast<int>((row - first_inner_row) / inner_rows_per_pair);
+    return warp_search([&](int i) { return pairs[i].first_inner_row; }, num_pairs, row);
   }
   // Copy the pair of the block's inner row, row blockIdx.x of the launch, to `copy` in shared
   // memory, where it takes no registers. Return the number of that row within the pair. All threads
   // of the block call this.
   EMB_DEVICE int start_block(TtPair* copy) const {
-    const int64_t row = first_inner + blockIdx.x;
+    const int64_t row = first_inner_row + blockIdx.x;
     const auto* from = reinterpret_cast<const uint64_t*>(pairs + pair_of_inner(row));
     auto* to = reinterpret_cast<uint64_t*>(copy);
     for (unsigned i = threadIdx.x; i < sizeof(TtPair) / sizeof(uint64_t); i += blockDim.x) {
       to[i] = from[i];
     }
     __syncthreads();
-    return static_cast<int>(row - copy->first_inner);
+    return static_cast<int>(row - copy->first_inner_row);
   }
   // Return the pair of outer row `row`, numbered over all pairs. The launch must have all pairs of
   // the batch. All lanes of a warp call this.
   EMB_DEVICE int pair_of_outer(int64_t row) const {
-    return warp_search([&](int i) { return pairs[i].first_outer; }, num_pairs, row);
+    return warp_search([&](int i) { return pairs[i].first_outer_row; }, num_pairs, row);
   }
 };
 
 inline constexpr int kPairThreads = 128;        // four warps, each of which computes 1/4 of a tile
 inline constexpr int kPairBlocksPerSm = 5;      // blocks per multiprocessor; 5 leave 96 registers
-inline constexpr int kDepth = 32;               // size, along k, of the tiles in shared memory
+inline constexpr int kTileK = 32;               // size, along k, of the tiles in shared memory
 inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
 // Rows and columns of the tile of a block, in expand_kernel and inner_grads_kernel, and in
 // outer_grads_kernel.
 inline constexpr int kTileM = 32, kTileN = 64;
 inline constexpr int kOuterTileM = 64, kOuterTileN = 32;
 // Tiles of an operand in shared memory: one in use, one that is being copied. An inner row of
-// kStages chunks of kDepth or fewer stays there for all tiles.
+// kStages chunks of kTileK or fewer stays there for all tiles.
 inline constexpr int kStages = 2;
 
-// A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. The lines of the
-// tile run along k (kAlongDepth), or along m or n, as they do in global memory. They are padded, so
-// that the loads of a fragment touch all 32 banks.
-template <int kCount, bool kAlongDepth>
+// A tile of one operand in shared memory: kCount indices of m or n by kTileK of k. A tile consists
+// of *runs* of elements that are neighbours, here as in global memory: along k (kAlongK), or else
+// along m or n. Runs are padded, so that the loads of a fragment touch all 32 banks.
+template <int kCount, bool kAlongK>
 struct OperandTile {
-  static constexpr int kLines = kAlongDepth ? kCount : kDepth;
-  static constexpr int kLength = kAlongDepth ? kDepth : kCount;
-  static constexpr int kStride = kLength + (kAlongDepth ? 4 : 8);
-  alignas(16) float value[kLines * kStride];
+  static constexpr int kRuns = kAlongK ? kCount : kTileK;
+  static constexpr int kRunLength = kAlongK ? kTileK : kCount;
+  static constexpr int kStride = kRunLength + (kAlongK ? 4 : 8);
+  alignas(16) float value[kRuns * kStride];
 
   // Return the element of index i, of m or n, and index k.
   EMB_DEVICE float at(int i, int k) const {
-    return value[kAlongDepth ? i * kStride + k : k * kStride + i];
+    return value[kAlongK ? i * kStride + k : k * kStride + i];
   }
 
-  // Start to copy from global memory: element e of line l is data[line_offset(l) + offset(e)], or
-  // zero if line_offset(l) or offset(e) is negative. If `uses_vectors`, four neighbours are copied
-  // at once, and offset is called for multiples of four.
-  template <class LineOffset, class Offset>
-  EMB_DEVICE void start_copies(const float* data, bool uses_vectors, const LineOffset& line_offset,
+  // Start to copy from global memory: element e of run i is data[run_offset(i) + offset(e)], or
+  // zero if run_offset(i) or offset(e) is negative. If `uses_vectors`, four neighbours are copied
+  // at once, and offset is called for multiples of four only. All threads of the block call this,
+  // then simt::commit_copies; before at(), they wait for the copies and pass a barrier.
+  template <class RunOffset, class Offset>
+  EMB_DEVICE void start_copies(const float* data, bool uses_vectors, const RunOffset& run_offset,
                                const Offset& offset) {
     if (uses_vectors) {
-      start_copies_of<4>(data, line_offset, offset);
+      start_copies_of<4>(data, run_offset, offset);
     } else {
-      start_copies_of<1>(data, line_offset, offset);
+      start_copies_of<1>(data, run_offset, offset);
     }
   }
 
  private:
-  // Start the copies of packs of kPack elements. A thread copies the same pack of several lines.
-  template <int kPack, class LineOffset, class Offset>
-  EMB_DEVICE void start_copies_of(const float* data, const LineOffset& line_offset,
+  // Start the copies of packs of kPack elements. A thread copies the same pack of several runs.
+  template <int kPack, class RunOffset, class Offset>
+  EMB_DEVICE void start_copies_of(const float* data, const RunOffset& run_offset,
                                   const Offset& offset) {
-    constexpr int kPacksPerLine = kLength / kPack;
+    constexpr int kPacksPerRun = kRunLength / kPack;
     [[maybe_unused]] constexpr int kUnroll = kPack == 4 ? 4 : 1;
-    static_assert(kPairThreads % kPacksPerLine == 0);
-    const int thread = static_cast<int>(threadIdx.x), element = thread % kPacksPerLine * kPack;
+    static_assert(kPairThreads % kPacksPerRun == 0);
+    const int thread = static_cast<int>(threadIdx.x), element = thread % kPacksPerRun * kPack;
     const int64_t pack_offset = offset(element);
-    float* to = value + thread / kPacksPerLine * kStride + element;
+    float* to = value + thread / kPacksPerRun * kStride + element;
 #pragma unroll kUnroll
-    for (int l = thread / kPacksPerLine; l < kLines; l += kPairThreads / kPacksPerLine) {
-      const int64_t first = line_offset(l);
-      const bool exists = first >= 0 && pack_offset >= 0;
-      simt::copy_async<kPack * 4>(to, data + (exists ? first + pack_offset : 0), exists);
-      to += kPairThreads / kPacksPerLine * kStride;
+    for (int i = thread / kPacksPerRun; i < kRuns; i += kPairThreads / kPacksPerRun) {
+      const int64_t run_begin = run_offset(i);
+      const bool exists = run_begin >= 0 && pack_offset >= 0;
+      simt::copy_async<kPack * 4>(to, data + (exists ? run_begin + pack_offset : 0), exists);
+      to += kPairThreads / kPacksPerRun * kStride;
     }
   }
 };
 
 // The offsets, in floats, of kLines lines of an inner row's halves, in shared memory; -1 after the
-// last line. Tile t uses list t % 3 of three: one list is written while the copies of the next tile
-// and the results of the current tile use the other two.
+// last line. Tile t uses list t % 3, because up to three tiles are in work: one whose list is
+// written, one whose copies start, and one whose results are written.
 template <int kLines>
 struct LineOffsets {
   int64_t outer[3][kLines];  // in the outer core
@@ -219,7 +222,7 @@ struct PairLane {
   int m, n;         // first row and column of its warp within the tile
 
   EMB_DEVICE PairLane() {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    const int lane = lane_in_warp();
     const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     row = lane / 4;
     column = lane % 4;
@@ -228,11 +231,12 @@ struct PairLane {
   }
 };
 
-// A lane's part of the sums of a warp: two by two fragments of 16 x 8.
+// A lane's share of the sums of a warp: two by two fragments of 16 x 8.
 struct PairSums {
   float sum[2][2][4] = {};
 
-  // Add the product of two tiles, of which the first `depth` along k are used.
+  // Add the product of two tiles, of which the first `depth` indices of k are used, rounded up
+  // to 8. (The tiles have zeros where there is no element.)
   template <class Products, class A, class B, class Lane>
   EMB_DEVICE void multiply_add(const A& a, const B& b, const Lane& lane, int depth) {
 #pragma unroll 2
@@ -276,8 +280,8 @@ struct PairSums {
   }
 };
 
-// Write two neighbours; num_existing of them exist, 2 or more for both. If `uses_vectors`,
-// `address` must be a multiple of 8 bytes.
+// Write the first num_existing of two neighbours; it may be negative, or more than 2. If
+// `uses_vectors`, `address` must be a multiple of 8 bytes.
 EMB_DEVICE void store_two(float* address, int num_existing, bool uses_vectors, float first,
                           float second) {
   if (uses_vectors && num_existing >= 2) {
@@ -298,7 +302,7 @@ EMB_DEVICE void TtHalves::store_two_of_line(float* line, int n, bool uses_vector
   if (n + 1 < width()) line[element_offset(n + 1)] = second;
 }
 
-// A step of a product: a chunk of kDepth along k of a tile.
+// A step of a product: one chunk, of kTileK indices of k, of one tile of the result.
 struct TileStep {
   int tile = 0, chunk = 0;
 
@@ -308,9 +312,10 @@ struct TileStep {
   }
 };
 
-// Run the steps of num_tiles tiles of num_chunks chunks, in order: prepare(step) writes the step's
-// line offsets, start(step, stage) starts its copies to shared memory, and compute(step, stage)
-// uses the copies, while those of the next step are in flight. All threads of the block call this.
+// Run the steps of num_tiles tiles of num_chunks chunks, in order. For each step, prepare(step)
+// writes its line offsets; then, after a barrier, start(step, stage) starts its copies to shared
+// memory; then, after the copies have arrived and another barrier, compute(step, stage) uses them,
+// while the copies of the next step are in flight. All threads of the block call this.
 template <class Prepare, class Start, class Compute>
 EMB_DEVICE void run_steps(int num_tiles, int num_chunks, const Prepare& prepare, const Start& start,
                           const Compute& compute) {
@@ -334,18 +339,19 @@ EMB_DEVICE void run_steps(int num_tiles, int num_chunks, const Prepare& prepare,
   }
 }
 
-// The halves of an inner row.
+// The halves that have an inner row.
 struct InnerGroup {
   int inner_row;
   int first_half;
   int num_lines;  // q_outer for each half
 
-  // Find the halves. All threads of the block call this; `range` is shared memory.
+  // Find the halves of inner row `inner` of the pair. All threads of the block call this; `range`
+  // is shared memory. Contains a barrier.
   EMB_DEVICE InnerGroup(const TtHalves& halves, int inner, int (&range)[2]) : inner_row(inner) {
     const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     if (warp < 2) {
       const int half =
-          halves.warp_lower_bound((int64_t{inner_row} + warp) * halves.half.outer_rows);
+          halves.warp_lower_bound((int64_t{inner_row} + warp) * halves.half.num_outer_rows);
       if (threadIdx.x % simt::kWarpLanes == 0) range[warp] = half;
     }
     __syncthreads();
@@ -364,7 +370,7 @@ struct InnerGroup {
     offsets->outer[list][i] = offsets->value[list][i] = -1;
     if (line >= num_lines) return;
     const int u = first_half + line / halves.half.q_outer, column = line % halves.half.q_outer;
-    const int64_t row = halves.ids[u] - halves.first_id - inner_row * halves.half.outer_rows;
+    const int64_t row = halves.ids[u] - halves.first_id - inner_row * halves.half.num_outer_rows;
     offsets->outer[list][i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
     offsets->value[list][i] = halves.line_offset(u, column);
   }
@@ -384,11 +390,11 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(
   const int inner = pairs.start_block(&pair);
   const TtHalves& halves = pair.halves;
   const int depth = halves.half.inner_rank, width = halves.width();
-  const int column = static_cast<int>(blockIdx.y) * kN;
-  if (column >= width) return;  // tables differ in width
+  const int first_n = static_cast<int>(blockIdx.y) * kN;
+  if (first_n >= width) return;  // tables differ in width
   float* const values = pair.values;
   const InnerGroup group(halves, inner, memory.range);
-  const int num_chunks = num_tiles_of(depth, kDepth);
+  const int num_chunks = num_tiles_of(depth, kTileK);
   const bool uses_vectors = halves.has_vectors(values);
   const float* row = halves.inner + group.inner_row * halves.half.inner_size();
   PairSums sums;
@@ -399,7 +405,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(
         group.write_offsets(halves, step.tile * kM, step.tile % 3, &memory.line_offsets);
       },
       [&](TileStep step, int stage) {
-        const int k0 = step.chunk * kDepth;
+        const int k0 = step.chunk * kTileK;
         const int64_t* lines = memory.line_offsets.outer[step.tile % 3];
         memory.a[stage].start_copies(
             halves.outer, uses_vectors, [&](int m) { return lines[m]; },
@@ -408,17 +414,17 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(
         if (num_chunks <= kStages && step.tile * num_chunks + step.chunk >= kStages) return;
         memory.b[stage].start_copies(
             row, uses_vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
-            [&](int n) { return column + n < width ? column + n : -1; });
+            [&](int n) { return first_n + n < width ? first_n + n : -1; });
       },
       [&](TileStep step, int stage) {
-        const int remaining = depth - step.chunk * kDepth;
+        const int remaining = depth - step.chunk * kTileK;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    remaining < kDepth ? remaining : kDepth);
+                                    remaining < kTileK ? remaining : kTileK);
         if (step.chunk + 1 < num_chunks) return;
         const int64_t* lines = memory.line_offsets.value[step.tile % 3];
         sums.for_neighbours(lane, [&](int m, int n, float first, float second) {
-          if (lines[m] < 0 || column + n >= width) return;
-          halves.store_two_of_line(values + lines[m], column + n, uses_vectors, first, second);
+          if (lines[m] < 0 || first_n + n >= width) return;
+          halves.store_two_of_line(values + lines[m], first_n + n, uses_vectors, first, second);
         });
         sums = {};
       });
@@ -431,24 +437,25 @@ template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
     inner_grads_kernel(TtPairs pairs) {
   constexpr int kM = kTileM, kN = kTileN;
-  __shared__ PairMemory<OperandTile<kM, false>, OperandTile<kN, false>, kDepth> memory;
+  __shared__ PairMemory<OperandTile<kM, false>, OperandTile<kN, false>, kTileK> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);
   const TtHalves& halves = pair.halves;
   const int height = halves.half.inner_rank, width = halves.width();
-  const int column = static_cast<int>(blockIdx.y) * kN, first_m = static_cast<int>(blockIdx.z) * kM;
-  if (column >= width || first_m >= height) return;
+  const int first_n = static_cast<int>(blockIdx.y) * kN,
+            first_m = static_cast<int>(blockIdx.z) * kM;
+  if (first_n >= width || first_m >= height) return;
   const float* const value_grads = pair.value_grads;
   float* const grads = pair.inner_grads;
   const InnerGroup group(halves, inner, memory.range);
   const bool uses_vectors = halves.has_vectors(value_grads);
   PairSums sums;
-  // k is the line: kDepth lines are a step, which run_steps calls a tile of one chunk.
+  // k is the line: kTileK lines are a step, which run_steps calls a tile of one chunk.
   run_steps(
-      num_tiles_of(group.num_lines, kDepth), 1,
+      num_tiles_of(group.num_lines, kTileK), 1,
       [&](TileStep step) {
-        group.write_offsets(halves, step.tile * kDepth, step.tile % 3, &memory.line_offsets);
+        group.write_offsets(halves, step.tile * kTileK, step.tile % 3, &memory.line_offsets);
       },
       [&](TileStep step, int stage) {
         const int list = step.tile % 3;
@@ -460,19 +467,19 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
         memory.b[stage].start_copies(
             value_grads, uses_vectors, [&](int k) { return value[k]; },
             [&](int n) -> int64_t {
-              return column + n < width ? halves.element_offset(column + n) : -1;
+              return first_n + n < width ? halves.element_offset(first_n + n) : -1;
             });
       },
       [&](TileStep step, int stage) {
-        const int remaining = group.num_lines - step.tile * kDepth;
+        const int remaining = group.num_lines - step.tile * kTileK;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    remaining < kDepth ? remaining : kDepth);
+                                    remaining < kTileK ? remaining : kTileK);
       });
   float* row = grads + group.inner_row * halves.half.inner_size();
   const bool stores_two = uses_vectors && is_aligned(grads, 8);
   sums.for_neighbours(lane, [&](int m, int n, float first, float second) {
     if (first_m + m >= height) return;
-    store_two(row + (first_m + m) * width + column + n, width - column - n, stores_two, first,
+    store_two(row + (first_m + m) * width + first_n + n, width - first_n - n, stores_two, first,
               second);
   });
 }
@@ -490,13 +497,13 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
   const int inner = pairs.start_block(&pair);
   const TtHalves& halves = pair.halves;
   const int height = halves.half.inner_rank, width = halves.width();
-  const int column = static_cast<int>(blockIdx.y) * kN;
-  if (column >= height) return;
+  const int first_n = static_cast<int>(blockIdx.y) * kN;
+  if (first_n >= height) return;
   const float* const value_grads = pair.value_grads;
   // The barrier of `group` publishes this.
   if (threadIdx.x == 0) pair.outer_grads_by_half = pair.outer_grads_of_table();
   const InnerGroup group(halves, inner, memory.range);
-  const int num_chunks = num_tiles_of(width, kDepth);
+  const int num_chunks = num_tiles_of(width, kTileK);
   const bool uses_vectors = halves.has_vectors(value_grads);
   const float* row = halves.inner + group.inner_row * halves.half.inner_size();
   const int64_t first_line = int64_t{group.first_half - halves.range[0]} * halves.half.q_outer;
@@ -509,7 +516,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
         group.write_offsets(halves, step.tile * kM, step.tile % 3, &memory.line_offsets);
       },
       [&](TileStep step, int stage) {
-        const int k0 = step.chunk * kDepth;
+        const int k0 = step.chunk * kTileK;
         const int64_t* lines = memory.line_offsets.value[step.tile % 3];
         memory.a[stage].start_copies(
             value_grads, uses_vectors, [&](int m) { return lines[m]; },
@@ -518,19 +525,19 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
         if (num_chunks <= kStages && step.tile * num_chunks + step.chunk >= kStages) return;
         memory.b[stage].start_copies(
             row, uses_vectors,
-            [&](int n) { return column + n < height ? (column + n) * width : -1; },
+            [&](int n) { return first_n + n < height ? (first_n + n) * width : -1; },
             [&](int k) { return k0 + k < width ? k0 + k : -1; });
       },
       [&](TileStep step, int stage) {
-        const int remaining = width - step.chunk * kDepth;
+        const int remaining = width - step.chunk * kTileK;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    remaining < kDepth ? remaining : kDepth);
+                                    remaining < kTileK ? remaining : kTileK);
         if (step.chunk + 1 < num_chunks) return;
         sums.for_neighbours(lane, [&](int m, int n, float first, float second) {
           const int line = step.tile * kM + m;
           if (line >= group.num_lines) return;
           float* const out = pair.outer_grads_by_half + (first_line + line) * height;
-          store_two(out + column + n, height - column - n, stores_two, first, second);
+          store_two(out + first_n + n, height - first_n - n, stores_two, first, second);
         });
         sums = {};
       });
@@ -541,26 +548,27 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
 // kPairThreads inner rows at a time.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
     sum_outer_kernel(TtPairs pairs) {
-  // The half with inner row first_inner + i, counted from the table's first half; -1 for none.
+  // The half with inner row first_inner_row + i, counted from the table's first half; -1 for none.
   __shared__ int half_of_inner[kPairThreads];
-  for (int64_t global_row = blockIdx.x; global_row < pairs.outer_rows; global_row += gridDim.x) {
+  for (int64_t global_row = blockIdx.x; global_row < pairs.num_outer_rows;
+       global_row += gridDim.x) {
     const TtPair& pair = pairs.pairs[pairs.pair_of_outer(global_row)];
     const TtHalves halves = pair.halves;
     const float* const outer_grads_by_half = pair.outer_grads_of_table();
     float* const grads = pair.outer_grads;
-    const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;
-    const int64_t row = global_row - pair.first_outer;
+    const int64_t size = halves.half.outer_size(), rows = halves.half.num_outer_rows;
+    const int64_t row = global_row - pair.first_outer_row;
     const int first_half = halves.range[0], halves_end = halves.range[1];
-    for (int64_t first_inner = 0; first_inner < halves.half.inner_rows;
-         first_inner += kPairThreads) {
-      const int64_t inner = first_inner + threadIdx.x, id = inner * rows + row;
-      const int u = inner < halves.half.inner_rows ? halves.lower_bound(id) : halves_end;
+    for (int64_t first_inner_row = 0; first_inner_row < halves.half.num_inner_rows;
+         first_inner_row += kPairThreads) {
+      const int64_t inner = first_inner_row + threadIdx.x, id = inner * rows + row;
+      const int u = inner < halves.half.num_inner_rows ? halves.lower_bound(id) : halves_end;
       __syncthreads();
       const bool exists = u < halves_end && halves.ids[u] - halves.first_id == id;
       half_of_inner[threadIdx.x] = exists ? u - first_half : -1;
       __syncthreads();
       for (int64_t d = threadIdx.x; d < size; d += kPairThreads) {
-        float sum = first_inner > 0 ? grads[row * size + d] : 0.0f;
+        float sum = first_inner_row > 0 ? grads[row * size + d] : 0.0f;
         for (int i = 0; i < kPairThreads; ++i) {
           if (half_of_inner[i] >= 0) sum += outer_grads_by_half[half_of_inner[i] * size + d];
         }
@@ -614,7 +622,7 @@ struct WidenedCore {
 template <class Launcher>
 void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.num_pairs == 0) return;
-  const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows),
+  const simt::Dim3 grid(static_cast<unsigned>(pairs.num_inner_rows),
                         num_tiles_of(pairs.max_width, kTileN));
   with_product_type(precision, [&](auto products) {
     launcher(expand_kernel<decltype(products)>, grid, kPairThreads, pairs);
@@ -626,7 +634,7 @@ void launch_expand(const Launcher& launcher, MatmulPrecision precision, const Tt
 template <class Launcher>
 void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.num_pairs == 0) return;
-  const auto inner_rows = static_cast<unsigned>(pairs.inner_rows);
+  const auto inner_rows = static_cast<unsigned>(pairs.num_inner_rows);
   with_product_type(precision, [&](auto products) {
     using Products = decltype(products);
     launcher(inner_grads_kernel<Products>,
@@ -638,7 +646,7 @@ void launch_contract(const Launcher& launcher, MatmulPrecision precision, const 
              pairs);
   });
   launcher(sum_outer_kernel,
-           blocks_for(pairs.outer_rows, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
+           blocks_for(pairs.num_outer_rows, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
            kPairThreads, pairs);
 }
 

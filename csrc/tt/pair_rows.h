@@ -1,7 +1,7 @@
 // The core rows that the halves of a table in a batch use, on the CPU, and the halves of each inner
 // row. tt/args.h defines these words. Halves are numbered in the order of their ids, so that halves
-// of one inner row are neighbours. The *position* of a used core row is its index among the used
-// rows of its core, which ascend.
+// of one inner row are neighbours. The used rows of a core are listed in ascending order. The
+// *position* of a used row is its index in this list.
 #pragma once
 
 #include <algorithm>
@@ -16,20 +16,20 @@ namespace emb {
 // The core rows that the halves of a pair use.
 struct PairRows {
   std::vector<int32_t> outer_rows, inner_rows;  // the used rows of either core, ascending
-  // [num_halves] position of the row of each half
+  // [num_halves] the positions of the rows of each half
   std::vector<int32_t> outer_positions, inner_positions;
 
   // Find the rows of the distinct halves [0, num_halves) of `cores`, of which only the shape and
   // the ids are read.
   PairRows(const TtHalfCores& cores, int64_t num_halves)
       : outer_positions(num_halves), inner_positions(num_halves) {
-    std::vector<int32_t> position_of_row(cores.half.outer_rows, -1);  // -1: the row is not used
+    std::vector<int32_t> position_of_row(cores.half.num_outer_rows, -1);  // -1: the row is not used
     int64_t first_id = 0;  // id of the half with the current inner row and outer row 0
     for (int64_t u = 0; u < num_halves; ++u) {
       const int64_t id = cores.id(u);
-      if (u == 0 || id >= first_id + cores.half.outer_rows) {
+      if (u == 0 || id >= first_id + cores.half.num_outer_rows) {
         inner_rows.push_back(static_cast<int32_t>(cores.inner_row(u)));
-        first_id = inner_rows.back() * cores.half.outer_rows;
+        first_id = inner_rows.back() * cores.half.num_outer_rows;
       }
       inner_positions[u] = static_cast<int32_t>(inner_rows.size()) - 1;
       outer_positions[u] = static_cast<int32_t>(id - first_id);  // the row, until the last loop
@@ -43,6 +43,7 @@ struct PairRows {
     for (int32_t& position : outer_positions) position = position_of_row[position];
   }
 
+  // Return the number of used rows of either core.
   int64_t num_outer() const { return static_cast<int64_t>(outer_rows.size()); }
   int64_t num_inner() const { return static_cast<int64_t>(inner_rows.size()); }
 
@@ -64,7 +65,7 @@ struct PairRows {
   }
 };
 
-// Return the core rows of halves of one core: their ids, counted from the table's first id.
+// Return the core rows of halves that are not pairs: their ids, counted from the table's first id.
 inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t num_halves, int64_t first_id) {
   std::vector<int32_t> rows(num_halves);
   for (int64_t u = 0; u < num_halves; ++u) rows[u] = static_cast<int32_t>(ids[u] - first_id);
@@ -72,8 +73,8 @@ inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t num_halves, in
 }
 
 // Write the core rows that the halves [0, num_halves) of `cores` use to `outer_rows` and, for
-// pairs, to `inner_rows`. Return the ids that these halves have if the cores are reduced to these
-// rows. The ids have the same order as before.
+// pairs, to `inner_rows`. Return the ids of these halves, counted from 0, in a table whose cores
+// have only these rows. The order of the ids stays the same.
 inline std::vector<int32_t> compact_ids(const TtHalfCores& cores, int64_t num_halves,
                                         std::vector<int32_t>* outer_rows,
                                         std::vector<int32_t>* inner_rows) {
@@ -100,7 +101,7 @@ inline std::vector<int64_t> inner_row_groups(const TtHalfCores& cores, int64_t b
   for (int64_t u = begin; u < end; ++u) {
     if (u > begin && cores.id(u) < ids_end) continue;
     starts.push_back(u);
-    ids_end = (cores.inner_row(u) + 1) * cores.half.outer_rows;
+    ids_end = (cores.inner_row(u) + 1) * cores.half.num_outer_rows;
   }
   starts.push_back(end);
   return starts;

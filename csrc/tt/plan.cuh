@@ -1,11 +1,14 @@
 // The keys and the plan of a batch on the GPU; tt/args.h explains keys, halves and TtPlan.
 //
-// Distinct rows are in key order, so that the rows of a left half are neighbours. A block of the
-// first two kernels processes a range of rows. tt_split_kernel computes the ids of both halves of
-// each row, and counts the left halves that begin in its range. tt_lefts_kernel adds up the counts
-// of the ranges before its own, and writes the left halves that begin in its range. The sort of
-// group/ then groups the rows by right id. Last, tt_finish_kernel writes row_rights, the row of
-// each lookup if requested, and the first row and halves of each table.
+// Distinct rows are in key order, so that the rows of a left half are neighbours. A plan is made in
+// four phases. In the first two, a block processes a range of rows.
+//   1. tt_split_kernel computes the ids of both halves of each row, and counts the left halves that
+//      begin in its range.
+//   2. tt_lefts_kernel adds up the counts of the ranges before its own, and writes the left halves
+//      that begin in its range.
+//   3. The sort of group/ groups the rows by right id.
+//   4. tt_finish_kernel writes row_rights, the row of each lookup if requested, and the first row
+//      and halves of each table.
 #pragma once
 
 #include "core/layout.h"
@@ -16,7 +19,7 @@
 namespace emb::cuda {
 
 // The arguments of tt_keys_kernel. All pointers are to device memory. If there are lookups, there
-// must be a bag, which feature_of_lookup reads; check_lookups checks that.
+// must be a bag, because feature_of_lookup reads one; check_lookups checks that.
 struct TtKeysArgs {
   IndexArray indices;        // [n]; tt_key repairs invalid ones
   int64_t n;                 // lookups
@@ -80,7 +83,8 @@ struct TtSplitArgs {
   // positions (rows) are outputs.
   SortBuffers<uint32_t> right_buffers;
   int32_t* left_id_of_row;  // [n], an output: -1 for rows that do not exist
-  int32_t* range_counts;    // [kMaxTtRanges], an output: left halves that begin in each range
+  int32_t* range_counts;    // [kMaxTtRanges], an output: number of left halves that begin in each
+                            // range; entries after the last range are not written
   int32_t* starts;          // [3, T + 1] of the plan; starts[T], the number of rows, is written
 };
 
@@ -107,7 +111,8 @@ EMB_DEVICE TtHalfIds ids_of_key(const TtSplitArgs& args, int64_t key) {
 }
 
 // Return, in all threads of the block, the sum of the values that lane 0 of each warp passes. All
-// threads call this, because it has two barriers. `shared` is shared memory for a value per warp.
+// threads of the block call this, because it has two barriers. `shared` is shared memory for a
+// value per warp, which may be used again afterwards.
 EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
   constexpr int kWarps = kTileThreads / kWarpLanes;
   if (threadIdx.x % simt::kWarpLanes == 0) shared[threadIdx.x / simt::kWarpLanes] = value;
@@ -127,7 +132,7 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
   const int64_t n = args.right_buffers.n, range_rows = tt_rows_per_range(n);
   const int64_t first = int64_t{blockIdx.x} * range_rows;
   const int64_t end = first + range_rows < n ? first + range_rows : n;
-  int32_t num_begun = 0;
+  int32_t num_new_lefts = 0;  // left halves that begin in the tiles so far, among this warp's rows
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
     TtHalfIds ids{-1, static_cast<int32_t>(args.right_buffers.no_group_key)};
@@ -136,19 +141,20 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
     if (threadIdx.x % simt::kWarpLanes == 0) {
       previous_left = j > 0 && j < num_rows ? ids_of_key(args, args.keys[j - 1]).left : -1;
     }
-    num_begun += __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != previous_left));
+    num_new_lefts +=
+        __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != previous_left));
     if (j >= end) continue;
     args.left_id_of_row[j] = ids.left;
     args.right_buffers.keys[j] = static_cast<uint32_t>(ids.right);
     args.right_buffers.positions[j] = static_cast<int32_t>(j);
   }
-  const int32_t sum = sum_of_warps(num_begun, counts);
+  const int32_t sum = sum_of_warps(num_new_lefts, counts);
   if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
 }
 
 // The arguments of tt_lefts_kernel. `count`, `left_id_of_row` and `range_counts` are the arrays of
-// TtSplitArgs. The other pointers are outputs: lefts, left_segments and row_lefts of the plan, and
-// the number of left halves, [1].
+// TtSplitArgs. The other pointers are outputs: `lefts`, `segments` (left_segments) and `row_lefts`
+// of the plan, and the number of left halves, [1], which is an entry of `starts`.
 struct TtLeftsArgs {
   const int32_t *count, *left_id_of_row, *range_counts;
   int64_t n;  // the capacity of the plan
@@ -199,8 +205,10 @@ struct TtLeftsArgs {
 
 // The arguments of tt_finish_kernel, which runs after the rows have been grouped by right half.
 struct TtFinishArgs {
-  InverseArgs right_inverse;      // of the right halves: its `inverse`, row_rights, is written
-  InverseArgs lookup_inverse;     // of the rows: its `inverse`, if not null, is written
+  InverseArgs right_inverse;      // of the grouping by right half: row_rights, its `inverse`, is
+                                  // written
+  InverseArgs lookup_inverse;     // of the grouping of lookups by row: its `inverse`, the row of
+                                  // each lookup, is written if it is not null
   const int64_t* keys;            // of the rows
   const int32_t *lefts, *rights;  // of the plan
   const TtTableIds* tables;       // [num_tables]
@@ -231,7 +239,8 @@ struct TtFinishArgs {
 }
 
 // Write args.keys. In all launches of this file `launcher` is a CudaLauncher or, in tests, a
-// simt::HostLauncher, and nothing waits for the device.
+// simt::HostLauncher, the memory of the arguments must live until the kernels have run, and nothing
+// waits for the device.
 template <class Launcher>
 void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
   if (args.n == 0) return;
@@ -240,7 +249,9 @@ void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
            kTileThreads, args);
 }
 
-// Launch the first two kernels of a plan. The inputs of `lefts` must be arrays of `args`.
+// Launch the first two kernels of a plan. The inputs of `lefts` must be arrays of `args`. The
+// caller then sorts args.right_buffers and writes the groups (sort_and_group in
+// group/device_sort.h).
 template <class Launcher>
 void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const TtLeftsArgs& lefts) {
   const unsigned ranges = num_tt_ranges(args.right_buffers.n);

@@ -61,18 +61,18 @@ namespace {
 // The tensors of a plan in the order of TtPlanTensor, and their memory.
 struct PlanTensors {
   std::vector<Tensor> tensors;
-  int32_t* data[kTtPlanTensors];
+  int32_t* data[kNumTtPlanTensors];
 
   // Allocate a plan for as many rows as `keys` has elements.
   PlanTensors(const Tensor& keys, int64_t num_tables) {
     for (const int64_t size : tt_plan_sizes(keys.numel(), num_tables)) {
       tensors.push_back(allocate_output(keys, {size}, ScalarType::Int));
     }
-    for (int i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
+    for (int i = 0; i < kNumTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
   }
 };
 
-// The distinct keys of a batch, and its tables.
+// The distinct keys of a batch, numbered over all tables, and the tables.
 struct SortedKeys {
   const int64_t* data;  // [count], ascending
   int64_t count;
@@ -92,13 +92,13 @@ void write_lefts(const SortedKeys& keys, const PlanTensors& plan) {
   for (int64_t t = 0; t < keys.num_tables; ++t) {
     const TtTableIds table = keys.tables[t];
     const int64_t keys_end = keys.first_key(t + 1);
-    int64_t left_end = 0;  // end of the keys of the current left half
+    int64_t left_keys_end = 0;  // end of the keys of the current left half
     starts[t] = static_cast<int32_t>(j);
     left_starts[t] = static_cast<int32_t>(num_lefts);
     for (; j < keys.count && keys.data[j] < keys_end; ++j) {
-      if (keys.data[j] >= left_end) {
+      if (keys.data[j] >= left_keys_end) {
         const int64_t left = (keys.data[j] - table.first_key) / table.right_ids;
-        left_end = table.first_key + (left + 1) * table.right_ids;
+        left_keys_end = table.first_key + (left + 1) * table.right_ids;
         lefts[num_lefts] = static_cast<int32_t>(table.first_left + left);
         segments[num_lefts++] = static_cast<int32_t>(j);
       }
@@ -111,7 +111,7 @@ void write_lefts(const SortedKeys& keys, const PlanTensors& plan) {
 }
 
 // Write the tensors of `plan` about right halves, and the first right half of each table, after
-// write_lefts. `right_ids` is the number of ids of right halves of all tables.
+// write_lefts. `right_ids` is the number of ids of right halves of all tables. Runs in parallel.
 void write_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
@@ -172,38 +172,42 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
     STD_TORCH_CHECK(table.first_key == keys_end && table.first_left == lefts_end &&
                         table.first_right == rights_end,
                     op, ": tables must follow each other, as emblib.ops.tt.layout_of makes them");
-    const int64_t lefts = table.left_outer_rows * table.left_inner_rows, rights = table.right_ids;
-    const double num_keys = static_cast<double>(lefts) * static_cast<double>(rights);
+    const int64_t num_left_ids = table.left_outer_rows * table.left_inner_rows;
+    const double num_keys =
+        static_cast<double>(num_left_ids) * static_cast<double>(table.right_ids);
     STD_TORCH_CHECK(
-        lefts <= kMaxTtIds - lefts_end && rights <= kMaxTtIds - rights_end &&
+        num_left_ids <= kMaxTtIds - lefts_end && table.right_ids <= kMaxTtIds - rights_end &&
             num_keys <= kMaxTtKeys - static_cast<double>(keys_end),
         op, ": the halves of all tables must be fewer than 2^31, and their keys at most 4e18");
-    keys_end += lefts * rights;
-    lefts_end += lefts;
-    rights_end += rights;
+    keys_end += num_left_ids * table.right_ids;
+    lefts_end += num_left_ids;
+    rights_end += table.right_ids;
   }
   STD_TORCH_CHECK(num_tables > 0 && left_ids == lefts_end && right_ids == rights_end, op,
                   ": left_ids and right_ids must be ", lefts_end, " and ", rights_end,
                   ", as the tables say, got ", left_ids, " and ", right_ids);
-  const int64_t n = keys.numel(), m = count.numel() > 0 ? *count.const_data_ptr<int32_t>() : 0;
-  STD_TORCH_CHECK(m >= 0 && m <= n && keys.is_contiguous(), op,
+  const int64_t n = keys.numel();
+  const int64_t num_rows = count.numel() > 0 ? *count.const_data_ptr<int32_t>() : 0;
+  STD_TORCH_CHECK(num_rows >= 0 && num_rows <= n && keys.is_contiguous(), op,
                   ": keys must be contiguous, and count, the number of distinct keys, in [0, ", n,
-                  "], got ", m);
+                  "], got ", num_rows);
   PlanTensors plan(keys, num_tables);
-  const SortedKeys sorted{keys.const_data_ptr<int64_t>(), m, table_ids, num_tables};
+  const SortedKeys distinct_keys{keys.const_data_ptr<int64_t>(), num_rows, table_ids, num_tables};
+  const int64_t* key = distinct_keys.data;
   bool is_ascending = true;
-  for (int64_t j = 1; j < m; ++j) is_ascending &= sorted.data[j - 1] < sorted.data[j];
-  STD_TORCH_CHECK(m == 0 || (is_ascending && sorted.data[0] >= 0 && sorted.data[m - 1] < keys_end),
+  for (int64_t j = 1; j < num_rows; ++j) is_ascending &= key[j - 1] < key[j];
+  STD_TORCH_CHECK(num_rows == 0 || (is_ascending && key[0] >= 0 && key[num_rows - 1] < keys_end),
                   op,
                   ": keys must be distinct and ascending, as tbe_group returns them, and in [0, ",
                   keys_end, ")");
-  write_lefts(sorted, plan);
-  write_rights(sorted, right_ids, plan);
+  write_lefts(distinct_keys, plan);
+  write_rights(distinct_keys, right_ids, plan);
   const int32_t* starts = plan.data[kTtStarts];
-  const int64_t lefts = starts[TtPlan::total_index(1, num_tables)],
-                rights = starts[TtPlan::total_index(2, num_tables)];
-  const int64_t num_used[] = {lefts, lefts + 1, m, rights, rights + 1, m, m};
-  for (int i = 0; i < kTtStarts; ++i) {
+  const int64_t num_lefts = starts[TtPlan::total_index(1, num_tables)],
+                num_rights = starts[TtPlan::total_index(2, num_tables)];
+  const int64_t num_used[] = {num_lefts,      num_lefts + 1, num_rows, num_rights,
+                              num_rights + 1, num_rows,      num_rows};
+  for (int i = 0; i < kTtStarts; ++i) {  // all but the starts, which have no unused entries
     std::fill(plan.data[i] + num_used[i], plan.data[i] + plan.tensors[i].numel(), 0);
   }
   return plan.tensors;

@@ -1,13 +1,15 @@
-// Gradients of the values of right halves on the GPU, of all tables in one launch:
+// Gradients of the values of right halves on the GPU, for all tables at once:
 //   grads[v][jr, r] = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left_j[jl, r],
 // where left_j is the value of the left half of row j. tt/args.h explains halves and values.
 //
 // The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
-// not depend on the rest of the batch. A block of four warps sums a chunk for a tile of 128 ranks
-// and four right columns, over lanes and warps in a fixed order. If a half has one chunk, the sum
-// is its gradient. Otherwise a second kernel adds up the chunks, in order. The kernel for chunks
-// has two instantiations: with vectors, and without for tables whose shape or stride allows none.
-// Both sum in the same order, so that they yield the same bits.
+// not depend on the rest of the batch. There are two phases.
+//   1. right_partials_kernel: a block of four warps sums a chunk for a tile of 128 ranks and four
+//      right columns, over lanes and warps in a fixed order. If a half has one chunk, the sum is
+//      its gradient.
+//   2. right_sums_kernel adds up the chunks of the other halves, in order.
+// The first kernel has two instantiations: with vectors, and without for tables whose shape or
+// stride allows none. Both sum in the same order, so that they yield the same bits.
 #pragma once
 
 #include "tt/rows.cuh"
@@ -28,21 +30,23 @@ inline constexpr int kPartialBlocksPerSm = kVectors ? 7 : 5;
 inline constexpr int kSumBlocksPerSm = 8;  // of right_sums_kernel: they leave 64 registers
 
 // Return the number of work items for `num_rights` halves with `num_rows` rows in all. Chunk c of
-// half v is item v + begin / 64 + c, where `begin` is the half's first entry in right_rows. So no
-// two chunks have the same item, and no scan is needed. Some items have no chunk.
+// half v is item v + begin / kChunkRows + c, where `begin` is the half's first entry in right_rows.
+// So no two chunks have the same item, and no prefix sum of chunk counts is needed. Some items have
+// no chunk.
 EMB_HD int64_t num_chunk_items(int64_t num_rights, int64_t num_rows) {
   return num_rights + num_rows / kChunkRows + 1;
 }
 
 // Return the slot for the sum of the first chunk of a half whose first entry in right_rows is
 // `begin`; the other chunks have the next slots. Only halves with several chunks have slots. They
-// have more than 64 rows, so no two of them have a slot in common.
+// have more than kChunkRows rows, so no two of them have a slot in common.
 EMB_HD int64_t first_chunk_slot(int begin) { return 2 * int64_t{begin / kChunkRows}; }
 
 // Return the number of slots for `num_rows` rows.
 EMB_HD int64_t num_chunk_slots(int64_t num_rows) { return 2 * (num_rows / kChunkRows) + 2; }
 
-// The arguments of the kernels besides TtDeviceRowsArgs; all arrays are in device memory.
+// The arguments of the kernels besides TtBatchArgs. All arrays are in device memory; none needs
+// initial values.
 struct RightGradBuffers {
   const float* row_grads;  // [M][row_stride] gradients of the rows
   bool has_vectors;        // row_grads allows vectors, and 32 bits hold all offsets in quads
@@ -51,15 +55,15 @@ struct RightGradBuffers {
   int max_tiles;           // maximum of num_right_tiles over the tables
 };
 
-// Return the number of tiles of the value of a right half.
+// Return the number of tiles of the value of a right half: tiles of ranks times tiles of columns.
 EMB_HD int num_right_tiles(int right_columns, int rank) {
   const int quads = (rank + 3) / 4;
   return (quads + kTileQuads - 1) / kTileQuads * ((right_columns + 3) / 4);
 }
 
 // Return whether a table runs on the instantiation that reads vectors.
-EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const RightGradBuffers& buffers) {
-  return buffers.has_vectors && table.has_vectors && table.right_columns % 4 == 0;
+EMB_DEVICE bool runs_with_vectors(const TtTableArgs& table, const RightGradBuffers& buffers) {
+  return buffers.has_vectors && table.has_right_vectors();
 }
 
 // A chunk: rows of one right half that a block adds.
@@ -88,10 +92,10 @@ struct RightGradDestination {
   float* data;
   int64_t column_stride, rank_stride;
 
-  EMB_DEVICE RightGradDestination(const TtDeviceRowsArgs& args, const TtTableRows& table,
+  EMB_DEVICE RightGradDestination(const TtBatchArgs& args, const TtTableArgs& table,
                                   const RightGradBuffers& buffers, int64_t half) {
     if (table.last_grads != nullptr) {  // the last core has [rank, right columns]
-      const int64_t id = int64_t{args.plan.rights[half]} - table.first_right;
+      const int64_t id = int64_t{args.plan.rights[half]} - table.first_right_id;
       data = table.last_grads + id * table.right_size();
       column_stride = 1;
       rank_stride = table.right_columns;
@@ -103,23 +107,24 @@ struct RightGradDestination {
   }
 };
 
-// An iterator over the lines that a lane adds, of up to 32 rows, one looked up by each lane of a
-// warp. A warp has groups of num_quads lanes. The groups of the block's four warps take the lines
-// in turn, and each lane of a group adds another quad of its line. Lanes after the last whole group
-// of a warp have no lines.
+// An iterator over the lines that a lane adds, of up to 32 rows; each lane of a warp looks up one
+// of these rows. A warp has groups of num_quads lanes. The groups of the block's four warps take
+// the lines in turn, and each lane of a group adds another quad of its line. Lanes after the last
+// whole group of a warp have no lines.
 class LineIterator {
  public:
   EMB_DEVICE LineIterator(int num_quads, int left_columns)
       : left_columns_(left_columns),
         groups_per_warp_(kWarpLanes / num_quads),
-        group_in_warp_(static_cast<int>(threadIdx.x % simt::kWarpLanes) / num_quads) {
+        group_in_warp_(lane_in_warp() / num_quads) {
     const int num_groups = groups_per_warp_ * kRowWarps;
     step_rows_ = num_groups / left_columns;
     step_columns_ = num_groups - step_rows_ * left_columns;
   }
 
-  // Go to the lane's first line of `num_rows` rows. Return the number of lines that a lane must
-  // visit. A lane must visit lines for which has_line() is false too, and take part in shuffles.
+  // Go to the lane's first line of `num_rows` rows. Return the number of lines that every lane must
+  // visit, with a call of advance() between them. A lane whose has_line() is false must still take
+  // part in shuffles.
   EMB_DEVICE int start(int num_rows) {
     const int line =
         static_cast<int>(threadIdx.x / simt::kWarpLanes) * groups_per_warp_ + group_in_warp_;
@@ -163,17 +168,18 @@ struct QuadSums {
   }
 
   // Add the first 2 kHalf sums of two lanes, whose numbers differ in the bit `offset`: each of the
-  // two lanes keeps one half of the totals, in sum[0], ..., sum[kHalf - 1]. The upper lane keeps
-  // the upper half, and kHalf is then added to *first_index, the index of the first sum that a lane
-  // keeps.
+  // two lanes keeps one half of the totals, in sum[0], ..., sum[kHalf - 1]. The upper lane, in
+  // which the bit is 1, keeps the upper half, and adds kHalf to *first_index, the index of the
+  // first sum that it keeps. All lanes of the warp call this.
   template <int kHalf>
   EMB_DEVICE void fold(unsigned offset, int* first_index) {
     const bool is_upper = (threadIdx.x & offset) != 0;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-      const float sent = is_upper ? sum[i] : sum[i + kHalf];
-      const float kept = is_upper ? sum[i + kHalf] : sum[i];
-      sum[i] = kept + __shfl_xor_sync(simt::kFullMask, sent, static_cast<int>(offset));
+      const float sum_to_send = is_upper ? sum[i] : sum[i + kHalf];
+      const float sum_to_keep = is_upper ? sum[i + kHalf] : sum[i];
+      sum[i] =
+          sum_to_keep + __shfl_xor_sync(simt::kFullMask, sum_to_send, static_cast<int>(offset));
     }
     if (is_upper) *first_index += kHalf;
   }
@@ -190,7 +196,7 @@ class TileSums {
   // warp with the same quad are added up first (is_folded_). All threads of the block call this; it
   // ends with a barrier.
   EMB_DEVICE void store(QuadSums* sums, int num_quads) {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    const int lane = lane_in_warp();
     const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     is_folded_ = (num_quads & (num_quads - 1)) == 0;
     num_quads_ = num_quads;
@@ -254,11 +260,11 @@ class TileSums {
 // outer product of four ranks and four right columns: with vectors, 16 multiply-adds for two loads
 // of 16 bytes.
 template <bool kVectors>
-EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table,
-                          const float* row_grads, const RowChunk& chunk, int num_quads,
-                          int first_rank, int first_column, QuadSums* sums) {
+EMB_DEVICE void add_lines(const TtBatchArgs& args, const TtTableArgs& table, const float* row_grads,
+                          const RowChunk& chunk, int num_quads, int first_rank, int first_column,
+                          QuadSums* sums) {
   constexpr int kLinesInFlight = kVectors ? 4 : 2;  // lines that a lane loads before it adds them
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+  const int lane = lane_in_warp();
   const int ranks = table.rank, columns = table.right_columns;
   const auto left = args.left_values_of(table);
   LineIterator line(num_quads, table.left_columns);
@@ -291,19 +297,19 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
           load_four(left.data + first_rank + uint64_t{a} * 4, has_line, true, x[i]);
           load_four(row_grads + first_column + uint64_t{b} * 4, has_line, true, g[i]);
         } else {
-          RowSlice<float, 4> of_x, of_g;
+          RowSlice<float, 4> x_slice, g_slice;
           if (has_line) {
-            of_x.load_scalar(
+            x_slice.load_scalar(
                 left.data + shuffled_left * left.stride + int64_t{1} * jl * ranks + first_rank,
                 ranks - first_rank);
-            of_g.load_scalar(row_grads + shuffled_row * args.row_stride +
-                                 int64_t{1} * jl * columns + first_column,
-                             columns - first_column);
+            g_slice.load_scalar(row_grads + shuffled_row * args.row_stride +
+                                    int64_t{1} * jl * columns + first_column,
+                                columns - first_column);
           }
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            x[i][k] = of_x[k];
-            g[i][k] = of_g[k];
+            x[i][k] = x_slice[k];
+            g[i][k] = g_slice[k];
           }
         }
         line.advance();
@@ -315,37 +321,37 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
 }
 
 // Sum each chunk, and write the sum to buffers.partials or, if it is the half's only chunk, to the
-// gradient. Tables of the other instantiation (has_right_vectors) are skipped. A block processes a
+// gradient. Tables of the other instantiation (runs_with_vectors) are skipped. A block processes a
 // tile of a work item, grid-stride.
 template <bool kVectors>
 __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
-    right_partials_kernel(TtDeviceRowsArgs args, RightGradBuffers buffers) {
+    right_partials_kernel(TtBatchArgs args, RightGradBuffers buffers) {
   __shared__ float shared[TileSums::kFloats];
   const int num_rights = static_cast<int>(args.num_rights());
-  const int64_t work =
+  const int64_t num_item_tiles =
       num_rights == 0 ? 0 : num_chunk_items(num_rights, args.num_rows()) * buffers.max_tiles;
-  for (int64_t w = blockIdx.x; w < work; w += gridDim.x) {
+  for (int64_t w = blockIdx.x; w < num_item_tiles; w += gridDim.x) {
     const int64_t item = w / buffers.max_tiles;
     const RowChunk chunk(args.plan.right_segments, num_rights, item);
     if (chunk.index >= chunk.num_chunks) continue;
-    const TtTableRows& table = args.table_of_right(chunk.half);
+    const TtTableArgs& table = args.table_of_right(chunk.half);
     const int tile = static_cast<int>(w - item * buffers.max_tiles);
     if (tile >= num_right_tiles(table.right_columns, table.rank)) continue;
-    if (has_right_vectors(table, buffers) != kVectors) continue;
+    if (runs_with_vectors(table, buffers) != kVectors) continue;
     const int table_quads = (table.rank + 3) / 4;
     const int rank_tiles = (table_quads + kTileQuads - 1) / kTileQuads;
     const int column = tile / rank_tiles * kTileColumns;
     const int first_quad = tile % rank_tiles * kTileQuads;
     const int num_quads =
         table_quads - first_quad < kTileQuads ? table_quads - first_quad : kTileQuads;
-    const int lane_quad = static_cast<int>(threadIdx.x % simt::kWarpLanes) % num_quads;
+    const int lane_quad = lane_in_warp() % num_quads;
     QuadSums sums;
     add_lines<kVectors>(args, table, buffers.row_grads, chunk, num_quads,
                         (first_quad + lane_quad) * 4, column, &sums);
     TileSums total(shared);
     total.store(&sums, num_quads);
     RightGradDestination destination(args, table, buffers, chunk.half);
-    if (chunk.num_chunks > 1) {  // a slot of partials instead, in the layout of a value
+    if (chunk.num_chunks > 1) {  // write to a slot of partials instead, in the layout of a value
       const int64_t slot = first_chunk_slot(args.plan.right_segments[chunk.half]) + chunk.index;
       destination.data = buffers.partials + slot * args.right_stride;
       destination.column_stride = table.rank;
@@ -365,15 +371,15 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
 // Write the gradients of halves of several chunks: the sums of their chunks, in order. A warp
 // processes a half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kSumBlocksPerSm)
-    right_sums_kernel(TtDeviceRowsArgs args, RightGradBuffers buffers) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    right_sums_kernel(TtBatchArgs args, RightGradBuffers buffers) {
+  const int lane = lane_in_warp();
   const int64_t num_rights = args.num_rights();
   const int32_t* segments = args.plan.right_segments;
   for (int64_t v = simt::global_warp(); v < num_rights; v += simt::warps_in_grid()) {
     const int begin = segments[v],
               num_chunks = (segments[v + 1] - begin + kChunkRows - 1) / kChunkRows;
     if (num_chunks <= 1) continue;
-    const TtTableRows& table = args.table_of_right(v);
+    const TtTableArgs& table = args.table_of_right(v);
     const RightGradDestination destination(args, table, buffers, v);
     const float* from = buffers.partials + first_chunk_slot(begin) * args.right_stride;
     const int size = static_cast<int>(table.right_size());
@@ -389,12 +395,12 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
 }
 
 // Write the gradients of the values of all right halves: of pairs to buffers.value_grads, of other
-// halves to the gradient of the last core. max_rights is the maximum number of right halves.
-// has_vector_tables and has_scalar_tables: whether there are tables for either instantiation. Does
-// not wait for the device.
+// halves to the gradient of the last core, of which only rows that the batch uses are written.
+// max_rights is the maximum number of right halves. has_vector_tables and has_scalar_tables say
+// whether there are tables for either instantiation. Does not wait for the device.
 template <class Launcher>
 void launch_right_grads(const Launcher& launcher, bool has_vector_tables, bool has_scalar_tables,
-                        int64_t max_rights, const TtDeviceRowsArgs& args,
+                        int64_t max_rights, const TtBatchArgs& args,
                         const RightGradBuffers& buffers) {
   const int64_t work = num_chunk_items(max_rights, args.plan.capacity) * buffers.max_tiles;
   const unsigned grid = blocks_for(work, 1, launcher.max_grid_blocks(2 * kResidentBlocksPerSm));

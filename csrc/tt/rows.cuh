@@ -1,11 +1,11 @@
 // Rows from the values of their halves on the GPU, and the gradients of the values of left halves;
 // right_grads.cuh has those of right halves. tt/args.h explains halves, values and plans.
 //
-// A row is left [Ql, rank] times right [Qr, rank]. A warp computes the rows of one left half, side
-// by side as the columns of one product. It uses no shared memory, because an element is read by
-// the lane that multiplies it and by no other lane of the warp. Lanes load four neighbours at once,
-// and the tensor cores process k in the order in which lanes have loaded it. Tables whose shape
-// does not suit tensor cores (TtTableRows::has_mma_rows, has_mma_grads) run on plain kernels.
+// A row is left [Ql, rank] times the transpose of right [Qr, rank]. A warp computes the rows of one
+// left half, side by side as the columns of one product. It uses no shared memory, because an
+// element is read by the lane that multiplies it and by no other lane of the warp. Lanes load four
+// neighbours at once, and the tensor cores process k in the order of these loads. Tables whose
+// shape does not suit tensor cores (TtTableArgs::has_mma_rows, has_mma_grads) run on plain kernels.
 //
 // A launch serves the halves of all tables: a warp looks up the table of its half in the plan's
 // `starts`, and reads the table's arguments from device memory.
@@ -21,6 +21,7 @@
 namespace emb::cuda {
 
 inline constexpr int kRowThreads = 128;  // threads per block of all kernels of this file
+inline constexpr int kRowWarps = kRowThreads / kWarpLanes;
 // Blocks per multiprocessor, which bound the registers of a thread: 5 leave 96, 6 leave 80.
 inline constexpr int kMmaBlocksPerSm = 5, kLeftGradBlocksPerSm = 6;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
@@ -30,7 +31,7 @@ inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane 
 template <class Float>
 struct LeftValueRows {
   Float* data;
-  const int32_t* ids;  // ids of all left halves, or null
+  const int32_t* ids;  // ids of all left halves of the batch, or null
   int64_t first_id;    // first id of the table
   int64_t stride;      // floats between rows
 
@@ -40,28 +41,31 @@ struct LeftValueRows {
   }
 };
 
-// A table of a batch, in device memory.
-struct TtTableRows {
+// The arguments for one table of a batch, in device memory.
+struct TtTableArgs {
   int left_columns, right_columns, rank;
   bool has_left_pair;  // the left half is a pair; else its values are rows of the first core
   bool has_vectors;    // four neighbours along the rank of values can be loaded at once
-  int32_t first_left, first_right;  // the first ids of the table
-  const float* left;                // values of left halves, or the first core
-  float* left_grads;                // gradients of `left`; null in a forward pass
-  int64_t left_stride;              // floats between the rows of `left` and of `left_grads`
+  int32_t first_left_id, first_right_id;  // the first ids of the table, over all tables
+  const float* left;                      // values of left halves, or the first core
+  float* left_grads;                      // gradients of `left`; null in a forward pass
+  int64_t left_stride;                    // floats between the rows of `left` and of `left_grads`
   const void* last_core;  // [rank, right columns] per id of a right half; null if that is a pair
-  float* last_grads;      // its gradients; null in a forward pass
+  float* last_grads;      // its gradients; null in a forward pass and if last_core is null
 
   EMB_HD int64_t left_size() const { return int64_t{1} * left_columns * rank; }
   EMB_HD int64_t right_size() const { return int64_t{1} * right_columns * rank; }
   EMB_HD int64_t dim() const { return int64_t{1} * left_columns * right_columns; }
 
-  // Return whether tensor cores compute the rows, or the gradients of left values. Tables without
+  // Return whether tensor cores compute the rows, or the gradients of left values. The other tables
   // run on tt_rows_kernel and left_grads_kernel. A batch of both kinds launches both kernels, and
   // each skips the tables of the other. The choice depends on the shape alone, so that a table has
   // the same bits in every batch.
   EMB_HD bool has_mma_rows() const { return rank % 4 == 0; }
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
+  // Return whether four neighbours along the right columns of a row can be loaded at once, too, if
+  // the gradients of rows allow vectors.
+  EMB_HD bool has_right_vectors() const { return has_vectors && right_columns % 4 == 0; }
 };
 
 // Return the table of the half with number `half` over all tables; `starts`, [num_tables], has the
@@ -71,43 +75,43 @@ EMB_DEVICE int table_of(const int32_t* starts, int num_tables, int64_t half) {
   return warp_search([&](int t) { return int64_t{starts[t]}; }, num_tables, half);
 }
 
-// All tables of a batch; pointers are to device memory. Rows and halves are numbered over all
-// tables. Their numbers are known on the device only.
-struct TtDeviceRowsArgs {
-  const TtTableRows* tables;  // [T]
+// The arguments for all tables of a batch; pointers are to device memory. Rows and halves are
+// numbered over all tables. How many there are is known on the device only.
+struct TtBatchArgs {
+  const TtTableArgs* tables;  // [T]
   TtPlan plan;
   const float* right_values;  // [V][right_stride], [right columns, rank] each
-  int64_t right_stride;       // floats
+  int64_t right_stride;       // floats between values of right halves
   int64_t row_stride;         // floats between rows and between their gradients
-  // Maxima over the tables of the number of groups of 16 left columns, and of 32 ranks.
+  // Maxima over the tables: number of groups of 16 left columns, and of groups of 32 ranks.
   int max_column_groups, max_rank_groups;
 
-  EMB_HD int num_tables() const { return static_cast<int>(plan.tables); }
-  EMB_DEVICE int64_t num_lefts() const { return plan.left_starts()[plan.tables]; }
-  EMB_DEVICE int64_t num_rights() const { return plan.right_starts()[plan.tables]; }
-  EMB_DEVICE int64_t num_rows() const { return plan.row_starts()[plan.tables]; }
+  EMB_HD int num_tables() const { return static_cast<int>(plan.num_tables); }
+  EMB_DEVICE int64_t num_lefts() const { return plan.left_starts()[plan.num_tables]; }
+  EMB_DEVICE int64_t num_rights() const { return plan.right_starts()[plan.num_tables]; }
+  EMB_DEVICE int64_t num_rows() const { return plan.row_starts()[plan.num_tables]; }
 
   // Return the table of left half u, or of right half v. All lanes of a warp call this with the
   // same half.
-  EMB_DEVICE const TtTableRows& table_of_left(int64_t u) const {
+  EMB_DEVICE const TtTableArgs& table_of_left(int64_t u) const {
     return tables[table_of(plan.left_starts(), num_tables(), u)];
   }
-  EMB_DEVICE const TtTableRows& table_of_right(int64_t v) const {
+  EMB_DEVICE const TtTableArgs& table_of_right(int64_t v) const {
     return tables[table_of(plan.right_starts(), num_tables(), v)];
   }
-  // Return the values of the left halves of a table, or their gradients.
-  EMB_DEVICE LeftValueRows<const float> left_values_of(const TtTableRows& table) const {
-    return {table.left, table.has_left_pair ? nullptr : plan.lefts, table.first_left,
+  // Return the values of the left halves of a table, and their gradients.
+  EMB_DEVICE LeftValueRows<const float> left_values_of(const TtTableArgs& table) const {
+    return {table.left, table.has_left_pair ? nullptr : plan.lefts, table.first_left_id,
             table.left_stride};
   }
-  EMB_DEVICE LeftValueRows<float> left_grads_of(const TtTableRows& table) const {
-    return {table.left_grads, table.has_left_pair ? nullptr : plan.lefts, table.first_left,
+  EMB_DEVICE LeftValueRows<float> left_grads_of(const TtTableArgs& table) const {
+    return {table.left_grads, table.has_left_pair ? nullptr : plan.lefts, table.first_left_id,
             table.left_stride};
   }
 };
 
-// Load four neighbours, or zeros if `exists` is false. If `uses_vectors`, `address` must be a
-// multiple of 16 bytes.
+// Load four neighbours, or zeros if `exists` is false; `address` is then not read. If
+// `uses_vectors`, `address` must be a multiple of 16 bytes.
 EMB_DEVICE void load_four(const float* address, bool exists, bool uses_vectors, float (&x)[4]) {
   RowSlice<float, 4> slice;
   if (exists) {
@@ -139,16 +143,16 @@ EMB_DEVICE void store_four(float* address, bool uses_vectors, const float (&x)[4
   for (int i = 0; i < 4; ++i) address[i] = x[i];
 }
 
-// The lane's row and column of a fragment, see core/mma.cuh.
+// This lane's row and column of a fragment, see core/mma.cuh.
 struct FragmentLane {
-  int row = static_cast<int>(threadIdx.x % simt::kWarpLanes) / 4;
-  int column = static_cast<int>(threadIdx.x % simt::kWarpLanes) % 4;
+  int row = lane_in_warp() / 4;
+  int column = lane_in_warp() % 4;
 };
 
 inline constexpr int kFragmentM = 16;  // left columns that a warp computes
 inline constexpr int kFragments = 4;   // fragments of 8 columns that a warp computes at once
 
-// The 16 left columns that a warp computes, the rows of a fragment. A lane has two of them: the low
+// The 16 left columns that a warp computes: the rows of a fragment. A lane has two of them: the low
 // one, first + lane.row, and the high one, 8 columns further.
 struct LeftColumns {
   int first;
@@ -181,13 +185,13 @@ EMB_HD int num_column_groups(int64_t columns) {
 // product are the right columns of all rows of the half.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
-    mma_rows_kernel(TtDeviceRowsArgs args, int first_group, float* rows) {
+    mma_rows_kernel(TtBatchArgs args, int first_group, float* rows) {
   const FragmentLane lane;
   const int group = first_group + static_cast<int>(blockIdx.y);
   const auto num_lefts = static_cast<unsigned>(args.num_lefts());
   const auto num_warps = static_cast<unsigned>(simt::warps_in_grid());
   for (auto u = static_cast<unsigned>(simt::global_warp()); u < num_lefts; u += num_warps) {
-    const TtTableRows& table = args.table_of_left(u);
+    const TtTableArgs& table = args.table_of_left(u);
     if (group >= num_column_groups(table.left_columns) || !table.has_mma_rows()) continue;
     const int rank = table.rank, right_columns = table.right_columns;
     const bool uses_vectors = table.has_vectors;
@@ -263,7 +267,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
 // fragment i is rank 4 n + i of the 32.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
-    mma_left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
+    mma_left_grads_kernel(TtBatchArgs args, const float* row_grads) {
   const FragmentLane lane;
   const int64_t work = args.num_lefts() * args.max_column_groups * args.max_rank_groups;
   const bool has_grad_vectors = args.row_stride % 4 == 0 && is_aligned(row_grads, 16);
@@ -272,7 +276,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
     const int64_t half_and_group = w / args.max_rank_groups,
                   u = half_and_group / args.max_column_groups;
     const int64_t group = half_and_group - u * args.max_column_groups;
-    const TtTableRows& table = args.table_of_left(u);
+    const TtTableArgs& table = args.table_of_left(u);
     const int rank = table.rank, quads_per_row = table.right_columns / 4;
     const int r0 = static_cast<int>(w - half_and_group * args.max_rank_groups) * 32;
     if (group >= num_column_groups(table.left_columns) || r0 >= rank || !table.has_mma_grads()) {
@@ -326,11 +330,11 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
 // Compute rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r], for tables without
 // has_mma_rows. A warp processes a left half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    tt_rows_kernel(TtDeviceRowsArgs args, float* rows) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    tt_rows_kernel(TtBatchArgs args, float* rows) {
+  const int lane = lane_in_warp();
   const int64_t num_lefts = args.num_lefts();
   for (int64_t u = simt::global_warp(); u < num_lefts; u += simt::warps_in_grid()) {
-    const TtTableRows& table = args.table_of_left(u);
+    const TtTableArgs& table = args.table_of_left(u);
     if (table.has_mma_rows()) continue;
     const int rank = table.rank, right_columns = table.right_columns;
     const int64_t dim = table.dim();
@@ -357,7 +361,7 @@ struct LaneElements {
   bool exists[kElementsPerLane];
 
   EMB_DEVICE LaneElements(int64_t first, int64_t size, int rank) {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    const int lane = lane_in_warp();
 #pragma unroll
     for (int i = 0; i < kElementsPerLane; ++i) {
       element[i] = first + lane + i * kWarpLanes;
@@ -372,13 +376,13 @@ struct LaneElements {
 inline constexpr int64_t kElementsPerPass =
     kElementsPerLane * static_cast<int64_t>(simt::kWarpLanes);
 
-// Compute grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr,
-// r], for tables without has_mma_grads. A warp processes a left half, grid-stride.
+// Compute the same gradients as mma_left_grads_kernel, for tables without has_mma_grads. A warp
+// processes a left half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kLeftGradBlocksPerSm)
-    left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
+    left_grads_kernel(TtBatchArgs args, const float* row_grads) {
   const int64_t num_lefts = args.num_lefts();
   for (int64_t u = simt::global_warp(); u < num_lefts; u += simt::warps_in_grid()) {
-    const TtTableRows& table = args.table_of_left(u);
+    const TtTableArgs& table = args.table_of_left(u);
     if (table.has_mma_grads()) continue;
     const int rank = table.rank, right_columns = table.right_columns;
     const int64_t size = table.left_size();
@@ -406,17 +410,17 @@ inline constexpr int64_t kElementsPerPass =
   }
 }
 
-// Write the values of right halves that are no pairs to `values`, [V][right_stride]: rows of the
+// Write the values of right halves that are not pairs to `values`, [V][right_stride]: rows of the
 // last core, of dtype `type`, with reversed axes. A warp processes a right half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    right_values_kernel(TtDeviceRowsArgs args, Dtype type, float* values) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    right_values_kernel(TtBatchArgs args, Dtype type, float* values) {
+  const int lane = lane_in_warp();
   const int64_t num_rights = args.num_rights();
   for (int64_t v = simt::global_warp(); v < num_rights; v += simt::warps_in_grid()) {
-    const TtTableRows& table = args.table_of_right(v);
+    const TtTableArgs& table = args.table_of_right(v);
     if (table.last_core == nullptr) continue;
     const int size = static_cast<int>(table.right_size()), rank = table.rank;
-    const int64_t row = (int64_t{args.plan.rights[v]} - table.first_right) * size;
+    const int64_t row = (int64_t{args.plan.rights[v]} - table.first_right_id) * size;
     float* value = values + v * args.right_stride;
     for (int e = lane; e < size; e += kWarpLanes) {
       const int column = e / rank;
@@ -452,23 +456,24 @@ struct TtReverse {
 }
 
 inline constexpr int kMaxGridY = 65535;  // a limit of CUDA
-inline constexpr int kRowWarps = kRowThreads / kWarpLanes;
 
-// The kernels that the tables of a batch need: on tensor cores or not, with vectors or not (see
-// has_mma_rows, has_mma_grads, and right_grads.cuh).
-struct TtKernels {
-  bool mma_rows = false, plain_rows = false;
-  bool mma_grads = false, plain_grads = false;
-  bool right_vectors = false, right_scalars = false;
+// The kernels that the tables of a batch need, see the functions of TtTableArgs of similar names:
+// those on tensor cores or the plain ones, and the instantiations of right_partials_kernel with and
+// without vectors.
+struct TtKernelFlags {
+  bool needs_mma_rows = false, needs_plain_rows = false;
+  bool needs_mma_grads = false, needs_plain_grads = false;
+  bool needs_right_vectors = false, needs_right_scalars = false;
 };
 
-// Write the distinct rows, [M][row_stride]. max_lefts is the maximum number of left halves. In all
-// launches of this file `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher, and
-// nothing waits for the device.
+// Write the distinct rows, [M][row_stride]; columns beyond the dim of a table are not written.
+// max_lefts is the maximum number of left halves. In all launches of this file `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher, and nothing waits for the device.
 template <class Launcher>
-void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtKernels& kernels,
-                    int64_t max_lefts, const TtDeviceRowsArgs& args, float* rows) {
-  if (kernels.mma_rows) {
+void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision,
+                    const TtKernelFlags& kernels, int64_t max_lefts, const TtBatchArgs& args,
+                    float* rows) {
+  if (kernels.needs_mma_rows) {
     const unsigned blocks =
         blocks_for(max_lefts, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
     for (int first = 0; first < args.max_column_groups; first += kMaxGridY) {
@@ -480,7 +485,7 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
       });
     }
   }
-  if (kernels.plain_rows) {
+  if (kernels.needs_plain_rows) {
     launcher(tt_rows_kernel,
              blocks_for(max_lefts, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
              kRowThreads, args, rows);
@@ -492,9 +497,9 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
 // not use are not written. max_lefts is the maximum number of left halves.
 template <class Launcher>
 void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
-                       const TtKernels& kernels, int64_t max_lefts, const TtDeviceRowsArgs& args,
+                       const TtKernelFlags& kernels, int64_t max_lefts, const TtBatchArgs& args,
                        const float* row_grads) {
-  if (kernels.mma_grads) {
+  if (kernels.needs_mma_grads) {
     const int64_t num_warps = max_lefts * args.max_column_groups * args.max_rank_groups;
     const unsigned grid =
         blocks_for(num_warps, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
@@ -502,17 +507,17 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
       launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads);
     });
   }
-  if (kernels.plain_grads) {
+  if (kernels.needs_plain_grads) {
     launcher(left_grads_kernel,
              blocks_for(max_lefts, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),
              kRowThreads, args, row_grads);
   }
 }
 
-// Write the values of right halves that are no pairs. max_rights is the maximum number of right
-// halves.
+// Write the values of right halves that are not pairs to `values`, [V][right_stride]. `type` is the
+// dtype of the cores. max_rights is the maximum number of right halves.
 template <class Launcher>
-void launch_right_values(const Launcher& launcher, int64_t max_rights, const TtDeviceRowsArgs& args,
+void launch_right_values(const Launcher& launcher, int64_t max_rights, const TtBatchArgs& args,
                          Dtype type, float* values) {
   launcher(right_values_kernel,
            blocks_for(max_rights, kRowWarps, launcher.max_grid_blocks(2 * kResidentBlocksPerSm)),

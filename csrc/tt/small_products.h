@@ -8,7 +8,7 @@
 
 namespace emb::EMB_ISA {
 
-// What a product does to the values of c: replace them, or add to them.
+// Whether a product replaces the values of c, or adds to them.
 enum class Store { kSet, kAdd };
 
 // The product c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Sizes may be 0.
@@ -37,7 +37,8 @@ struct VecOf<1> {
 };
 
 // Compute a tile of kRows x (kVectors * kWidth) of c at (m, n) in registers. The sum runs over k in
-// order, and starts from c for kAdd: splitting k over several calls does not change the bits.
+// order, and starts from c for kAdd, so that a division of k into several calls does not change the
+// bits.
 template <int kWidth, int kRows, int kVectors>
 EMB_HD void multiply_tile(const Product& p, int64_t m, int64_t n) {
   using V = typename VecOf<kWidth>::type;
@@ -85,7 +86,7 @@ EMB_HD void multiply_tile(const Product& p, int64_t m, int64_t n) {
   }
 }
 
-// Compute all rows of the columns [n, n + kVectors * kWidth).
+// Compute the columns [n, n + kVectors * kWidth) of all rows of c.
 template <int kWidth, int kVectors>
 void multiply_columns(const Product& p, int64_t n) {
   int64_t m = 0;
@@ -174,7 +175,8 @@ struct Matrix {
   int64_t rows, columns, stride;
 };
 
-// Transpose a matrix in blocks of kWidth x kWidth, and the elements outside them one by one.
+// Transpose a matrix in blocks of kWidth x kWidth, and the elements outside whole blocks one by
+// one.
 template <int kWidth>
 EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_stride) {
   const int64_t rows = from.rows / kWidth * kWidth, columns = from.columns / kWidth * kWidth;

@@ -1,7 +1,7 @@
 // Tensor-train forward and backward on one CPU thread: the kernels of TtCpuKernels (tt/args.h,
 // which also explains halves, pairs and values). They consist of products of small matrices, whose
 // operands stay in the first two cache levels. Halves are sorted by inner row, and are processed in
-// *blocks* of up to kTtBlock halves of one inner row, with one product for all of them.
+// *blocks* of up to kTtBlockHalves halves of one inner row, with one product for all of them.
 
 #include "core/vec.h"
 #include "tt/args.h"
@@ -15,7 +15,7 @@ EMB_HD void copy_floats(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
 }
 
-// The scratch of one call, tt_scratch_size floats from `p` on, as TtScratchLayout divides it.
+// The scratch of one call, tt_scratch_floats floats from `p` on, as TtScratchLayout divides it.
 struct BlockScratch {
   float *outer_rows, *values, *permuted_values, *transposed_inner, *transposed_value,
       *transposed_row;
@@ -32,11 +32,12 @@ struct BlockScratch {
         transposed_row(p + layout.transposed_row) {}
 };
 
-// Return the end of the block that begins with half u: at most kTtBlock halves of one inner row.
+// Return the end of the block that begins with half u: at most kTtBlockHalves halves of one inner
+// row.
 EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
-  const int64_t max_end = u + kTtBlock < end ? u + kTtBlock : end;
+  const int64_t max_end = u + kTtBlockHalves < end ? u + kTtBlockHalves : end;
   // Without a pair this exceeds all ids.
-  const int64_t ids_end = (cores.inner_row(u) + 1) * cores.half.outer_rows;
+  const int64_t ids_end = (cores.inner_row(u) + 1) * cores.half.num_outer_rows;
   int64_t end_u = u + 1;
   while (end_u < max_end && cores.id(end_u) < ids_end) ++end_u;
   return end_u;
@@ -44,8 +45,8 @@ EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
 
 // The prefetch of the inner row of half u, with which the next block begins: the products read the
 // row by columns, an order that hardware does not prefetch. The caller prefetches the row in
-// `num_parts` parts, with work in between, because a processor waits if it prefetches more lines
-// than it can have in flight. Does nothing if u is `end` or the half is no pair.
+// `num_parts` parts, with work in between, because a processor stalls if it prefetches more lines
+// than it can have in flight. Does nothing if u is `end` or the half is not a pair.
 class InnerPrefetch {
  public:
   EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t num_parts) {
@@ -70,17 +71,18 @@ class InnerPrefetch {
   int64_t part_bytes_ = 0;
 };
 
-// How many rows ahead the right-half kernels prefetch the operands of a row. Rows of a right half
+// How many rows ahead add_right_grads prefetches the operands of a row. The rows of a right half
 // are in the order of their left halves, not side by side, so that hardware does not prefetch them.
 constexpr int64_t kRowsAhead = 6;
-constexpr int64_t kSumsAhead = 2;  // the same for sums, which are in the second-level cache
+// How many rows ahead add_right_grads_by_row prefetches sums, which are in the second-level cache.
+constexpr int64_t kSumsAhead = 2;
 
 // Copy the outer rows of the halves [begin, end) of one block, one after the other, to
 // `outer_rows`, [(end - begin) * q_outer, inner_rank].
 EMB_HD void copy_outer_rows(const TtHalfCores& cores, int64_t begin, int64_t end,
                             float* outer_rows) {
   const int64_t size = cores.half.outer_size();
-  const int64_t base = cores.inner_row(begin) * cores.half.outer_rows;
+  const int64_t base = cores.inner_row(begin) * cores.half.num_outer_rows;
   for (int64_t u = begin; u < end; ++u) {
     const int64_t row =
         cores.outer_positions != nullptr ? cores.outer_positions[u] : cores.id(u) - base;
@@ -106,7 +108,8 @@ EMB_HD void reorder_columns(const TtHalf& half, const float* from, ColumnOrder t
   }
 }
 
-// Write the values of the halves [begin, end) of one block.
+// Write the values of the halves [begin, end) of one block to `values`, which begins with half
+// `begin`. Uses scratch.outer_rows and scratch.permuted_values.
 EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
                          const BlockScratch& scratch, float* values) {
   const TtHalf& half = cores.half;
@@ -140,7 +143,7 @@ void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_
 }
 
 // Write `row`, [4, kRight], the product of a left value, [4, rank], and a transposed right value,
-// [rank, kRight]. An element has two sums in registers, over even and odd k, so that their
+// [rank, kRight]. Each element has two sums in registers, over even and over odd k, so that their
 // additions overlap.
 template <int kRight>
 EMB_HD void small_row(const float* value, const float* right, int64_t rank, float* row) {
@@ -168,8 +171,8 @@ EMB_HD void small_row(const float* value, const float* right, int64_t rank, floa
 }
 
 // Write the rows of left half u, whose value is `value`.
-EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
-                         const BlockScratch& scratch) {
+EMB_HD void write_rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
+                               const BlockScratch& scratch) {
   const TtHalf& left = args.left.half;
   const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
   const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
@@ -209,8 +212,8 @@ EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
   }
 }
 
-// TtCpuKernels::rows.
-void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
+// TtCpuKernels::write_rows.
+void write_rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
   const TtHalfCores& left = args.left;
   const int64_t size = left.half.value_size();
   const BlockScratch scratch(left.half, scratch_data);
@@ -225,7 +228,7 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
       next_inner.prefetch_part();
       const float* value =
           left.half.is_pair ? values + (i - u) * size : left.outer + left.id(i) * size;
-      rows_of_left(args, i, value, scratch);
+      write_rows_of_left(args, i, value, scratch);
     }
   }
 }
@@ -272,8 +275,8 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
             .store = Store::kSet});
 }
 
-// Write the transposed inner row of half u, with which a block begins, to the scratch, unless it is
-// there from the block of half u - 1. `begin` is the first half of the caller's range.
+// Write the transposed inner row of half u, with which a block begins, to the scratch, unless the
+// block of half u - 1 has left it there. `begin` is the first half of the caller's range.
 EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
                             const BlockScratch& scratch) {
   const TtHalf& half = cores.half;
@@ -300,8 +303,8 @@ void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* v
 // columns: columns [m, m + 4), ranks [n, n + kVectors * kLanes). The sums stay in registers over
 // all rows.
 template <int kVectors>
-EMB_HD void write_value_grad_tile(const TtLeftGradsArgs& args, int64_t u, int64_t m, int64_t n,
-                                  float* out) {
+EMB_HD void write_left_grad_tile(const TtLeftGradsArgs& args, int64_t u, int64_t m, int64_t n,
+                                 float* out) {
   const int64_t rank = args.left.half.rank;
   const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
   Vec sums[4][kVectors] = {};
@@ -329,15 +332,15 @@ EMB_HD void write_value_grad_tile(const TtLeftGradsArgs& args, int64_t u, int64_
 
 // Write the gradient of the value of left half u to `out`, [columns, rank]: the sum, over its rows,
 // of the gradient of the row times the value of its right half.
-EMB_HD void write_value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
+EMB_HD void write_left_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
   const TtHalf& left = args.left.half;
   const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
   const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
   if (right_columns == 4 && columns % 4 == 0 && rank % kLanes == 0) {
     for (int64_t m = 0; m < columns; m += 4) {
       int64_t n = 0;
-      for (; n + 2 * kLanes <= rank; n += 2 * kLanes) write_value_grad_tile<2>(args, u, m, n, out);
-      if (n < rank) write_value_grad_tile<1>(args, u, m, n, out);
+      for (; n + 2 * kLanes <= rank; n += 2 * kLanes) write_left_grad_tile<2>(args, u, m, n, out);
+      if (n < rank) write_left_grad_tile<1>(args, u, m, n, out);
     }
     return;
   }
@@ -357,15 +360,16 @@ EMB_HD void write_value_grad(const TtLeftGradsArgs& args, int64_t u, float* out)
   }
 }
 
-// TtCpuKernels::left_grads.
-void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
+// TtCpuKernels::write_left_grads.
+void write_left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
+                      int64_t end) {
   const TtHalfCores& left = args.left;
   const TtHalf& half = left.half;
   const int64_t size = half.value_size();
   const BlockScratch scratch(half, scratch_data);
   if (!half.is_pair) {
     for (int64_t u = begin; u < end; ++u)
-      write_value_grad(args, u, args.grads.outer_grads_by_half + u * size);
+      write_left_grad(args, u, args.grads.outer_grads_by_half + u * size);
     return;
   }
   const bool has_step = args.step.update != nullptr;
@@ -376,7 +380,7 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
     InnerPrefetch next_inner(left, next, end, next - u);
     for (int64_t i = u; i < next; ++i) {
       next_inner.prefetch_part();
-      write_value_grad(args, i, scratch.values + (i - u) * size);
+      write_left_grad(args, i, scratch.values + (i - u) * size);
     }
     transpose_inner(left, begin, u, scratch);
     const int64_t position = positions[u];
@@ -450,8 +454,8 @@ EMB_HD int32_t add_right_grad_tile(const TtRightGradsArgs& args, int64_t v, int6
   return cursor;
 }
 
-// Return the product that adds row j to the gradient of its right half v, or sets it to the row's
-// part if `is_first`.
+// Return the product that adds the contribution of row j to the gradient of its right half v, or
+// sets the gradient to it if `is_first`.
 EMB_HD Product right_grad_product(const TtRightGradsArgs& args, int64_t j, int64_t v,
                                   bool is_first) {
   return {.m = args.right_columns,
@@ -467,14 +471,14 @@ EMB_HD Product right_grad_product(const TtRightGradsArgs& args, int64_t j, int64
           .store = is_first ? Store::kSet : Store::kAdd};
 }
 
-// TtCpuKernels::right_grads.
-void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
+// TtCpuKernels::add_right_grads.
+void add_right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t right_columns = args.right_columns, rank = args.rank;
-  const bool in_registers = right_columns == 4 && rank % kLanes == 0;
+  const bool keeps_sums_in_registers = right_columns == 4 && rank % kLanes == 0;
   const int64_t entries_end = args.right_segments[end];
   for (int64_t v = begin; v < end; ++v) {
     int32_t cursor = args.cursors[v];
-    if (in_registers) {
+    if (keeps_sums_in_registers) {
       if (cursor == args.right_segments[v + 1] || args.right_rows[cursor] >= args.row_end) continue;
       int64_t n = 0;
       for (; n + 2 * kLanes <= rank; n += 2 * kLanes) {
@@ -494,8 +498,8 @@ void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Add row j to ranks [n, n + kVectors * kLanes) of the gradient of its right half v, of four
-// columns, or set them if `is_first`.
+// Add the contribution of row j to ranks [n, n + kVectors * kLanes) of the gradient of its right
+// half v, of four columns, or set the ranks to it if `is_first`.
 template <int kVectors>
 EMB_HD void add_row_to_tile(const TtRightGradsArgs& args, int64_t j, int64_t v, int64_t n,
                             bool is_first) {
@@ -518,13 +522,13 @@ EMB_HD void add_row_to_tile(const TtRightGradsArgs& args, int64_t j, int64_t v, 
   }
 }
 
-// TtCpuKernels::right_grads_by_row. Rows are added in their order, so that left values and
-// gradients of rows, the larger part of the memory, are read from front to back. right_grads adds
-// the rows of a right half in the same order, and a sum in memory has the bits of a sum in
+// TtCpuKernels::add_right_grads_by_row. Rows are added in their order, so that left values and
+// gradients of rows, the larger part of the memory, are read from front to back. add_right_grads
+// adds the rows of a right half in the same order, and a sum in memory has the bits of a sum in
 // registers, so that the results are equal.
-void right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
+void add_right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t rank = args.rank, nbytes = args.right_columns * rank * int64_t{sizeof(float)};
-  const bool in_registers = args.right_columns == 4 && rank % kLanes == 0;
+  const bool keeps_sums_in_registers = args.right_columns == 4 && rank % kLanes == 0;
   for (int64_t j = begin; j < end; ++j) {
     const int64_t v = args.row_rights[j] - args.first_right;
     const bool is_first = args.cursors[v]++ == args.right_segments[v];
@@ -532,7 +536,7 @@ void right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end
       const int64_t v_ahead = args.row_rights[j + kSumsAhead] - args.first_right;
       prefetch_row<true>(args.grads + v_ahead * args.right_columns * rank, nbytes);
     }
-    if (!in_registers) {
+    if (!keeps_sums_in_registers) {
       multiply(right_grad_product(args, j, v, is_first));
       continue;
     }
@@ -560,8 +564,8 @@ void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
     const float* from = args.from + (args.ids != nullptr ? args.ids[i] - args.first_id : i) * size;
     float* to = args.to + i * size;
     if (b == 1 || a == 1) {  // one axis of length 1: a plain transposition
-      const int64_t lines = b == 1 ? a : q;
-      transpose({from, lines, size / lines, size / lines}, to, lines);
+      const int64_t num_rows = b == 1 ? a : q;
+      transpose({from, num_rows, size / num_rows, size / num_rows}, to, num_rows);
       continue;
     }
     for (int64_t j = 0; j < q; ++j) transpose({from + j * b, a, b, q * b}, to + j * a, q * a);
@@ -572,6 +576,7 @@ void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
 
 extern const TtCpuKernels kTtCpuKernels;
 const TtCpuKernels kTtCpuKernels = {
-    expand, rows, left_grads, right_grads, right_grads_by_row, contract, sum_outer, reverse};
+    expand,   write_rows, write_left_grads, add_right_grads, add_right_grads_by_row,
+    contract, sum_outer,  reverse};
 
 }  // namespace emb::EMB_ISA

@@ -21,8 +21,8 @@ template __global__ void quant_short_bags_kernel<10>(QuantArgs, int);
 template __global__ void quant_short_bags_kernel<16>(QuantArgs, int);
 template __global__ void quant_short_bags_kernel<17>(QuantArgs, int);
 template __global__ void quant_short_bags_kernel<32>(QuantArgs, int);
-template __global__ void quantize_kernel<float>(QuantizeRows);
-template __global__ void quantize_kernel<half16>(QuantizeRows);
-template __global__ void quantize_kernel<bfloat16>(QuantizeRows);
+template __global__ void quantize_kernel<float>(QuantizeKernelArgs);
+template __global__ void quantize_kernel<half16>(QuantizeKernelArgs);
+template __global__ void quantize_kernel<bfloat16>(QuantizeKernelArgs);
 
 }  // namespace emb::cuda

@@ -12,13 +12,13 @@ template __global__ void inner_grads_kernel<Bf16>(TtPairs);
 template __global__ void outer_grads_kernel<Tf32x3>(TtPairs);
 template __global__ void outer_grads_kernel<Tf32>(TtPairs);
 template __global__ void outer_grads_kernel<Bf16>(TtPairs);
-template __global__ void mma_rows_kernel<Tf32x3>(TtDeviceRowsArgs, int, float*);
-template __global__ void mma_rows_kernel<Tf32>(TtDeviceRowsArgs, int, float*);
-template __global__ void mma_rows_kernel<Bf16>(TtDeviceRowsArgs, int, float*);
-template __global__ void mma_left_grads_kernel<Tf32x3>(TtDeviceRowsArgs, const float*);
-template __global__ void mma_left_grads_kernel<Tf32>(TtDeviceRowsArgs, const float*);
-template __global__ void mma_left_grads_kernel<Bf16>(TtDeviceRowsArgs, const float*);
-template __global__ void right_partials_kernel<true>(TtDeviceRowsArgs, RightGradBuffers);
-template __global__ void right_partials_kernel<false>(TtDeviceRowsArgs, RightGradBuffers);
+template __global__ void mma_rows_kernel<Tf32x3>(TtBatchArgs, int, float*);
+template __global__ void mma_rows_kernel<Tf32>(TtBatchArgs, int, float*);
+template __global__ void mma_rows_kernel<Bf16>(TtBatchArgs, int, float*);
+template __global__ void mma_left_grads_kernel<Tf32x3>(TtBatchArgs, const float*);
+template __global__ void mma_left_grads_kernel<Tf32>(TtBatchArgs, const float*);
+template __global__ void mma_left_grads_kernel<Bf16>(TtBatchArgs, const float*);
+template __global__ void right_partials_kernel<true>(TtBatchArgs, RightGradBuffers);
+template __global__ void right_partials_kernel<false>(TtBatchArgs, RightGradBuffers);
 
 }  // namespace emb::cuda

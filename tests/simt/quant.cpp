@@ -10,11 +10,11 @@ using namespace emb::cuda;
 extern "C" const char* simt_quantize_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    QuantizeRows args{};
+    QuantizeKernelArgs args{};
     args.weights = words.pointer<const void>();
     const emb::Dtype type = words.dtype();
     args.packed = words.pointer<uint8_t>();
-    args.rows = words.number();
+    args.num_rows = words.number();
     args.dim = words.number();
     args.format = static_cast<int>(words.number());
     launch_quantize(launcher, args, type);

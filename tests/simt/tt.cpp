@@ -13,10 +13,10 @@ namespace {
 std::vector<TtShape> read_shapes(Words* words) {
   std::vector<TtShape> shapes(words->number());
   for (TtShape& shape : shapes) {
-    shape.cores = static_cast<int>(words->number());
-    for (int k = 0; k < shape.cores; ++k) shape.p[k] = words->number();
-    for (int k = 0; k < shape.cores; ++k) shape.q[k] = static_cast<int>(words->number());
-    for (int k = 0; k <= shape.cores; ++k) shape.ranks[k] = static_cast<int>(words->number());
+    shape.num_cores = static_cast<int>(words->number());
+    for (int k = 0; k < shape.num_cores; ++k) shape.p[k] = words->number();
+    for (int k = 0; k < shape.num_cores; ++k) shape.q[k] = static_cast<int>(words->number());
+    for (int k = 0; k <= shape.num_cores; ++k) shape.ranks[k] = static_cast<int>(words->number());
   }
   return shapes;
 }
@@ -25,25 +25,17 @@ std::vector<TtShape> read_shapes(Words* words) {
 // plan tensors.
 TtDeviceBatch read_batch(Words* words) {
   const std::vector<TtShape> shapes = read_shapes(words);
-  TtPlan plan{};
-  plan.capacity = words->number();
-  plan.tables = static_cast<int64_t>(shapes.size());
+  const int64_t capacity = words->number();
   const auto precision = static_cast<emb::MatmulPrecision>(words->number());
   const emb::Dtype type = words->dtype();
   std::vector<const void*> cores;
   for (const TtShape& shape : shapes) {
-    for (int k = 0; k < shape.cores; ++k) cores.push_back(words->pointer<const void>());
+    for (int k = 0; k < shape.num_cores; ++k) cores.push_back(words->pointer<const void>());
   }
-  const auto next = [&] { return words->pointer<const int32_t>(); };
-  plan.lefts = next();
-  plan.left_segments = next();
-  plan.row_lefts = next();
-  plan.rights = next();
-  plan.right_segments = next();
-  plan.row_rights = next();
-  plan.right_rows = next();
-  plan.starts = next();
-  return {shapes, cores, type, plan, precision};
+  const int32_t* plan[emb::kNumTtPlanTensors];
+  for (const int32_t*& tensor : plan) tensor = words->pointer<const int32_t>();
+  return {shapes, cores, type,
+          emb::tt_plan_of_arrays(capacity, static_cast<int64_t>(shapes.size()), plan), precision};
 }
 
 // Memory of exactly the requested size, so that the sanitizer detects every access outside.
@@ -114,7 +106,7 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
     const auto* keys = words.pointer<const int64_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
-    int32_t* plan[emb::kTtPlanTensors];
+    int32_t* plan[emb::kNumTtPlanTensors];
     for (int32_t*& tensor : plan) tensor = words.pointer<int32_t>();
     std::vector<int32_t> left_id_of_row(n), range_counts(kMaxTtRanges);
     HostSort<uint32_t> right(n, right_ids, plan[6]);
@@ -141,10 +133,10 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
     TtMemory buffers;
     buffers.assign_forward(&batch, memory);
     buffers.set_left_values(words.pointer<float>());
-    TtArrays arrays(batch, buffers);
-    arrays.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtArrays::max_words(batch))));
-    arrays.make_values(launcher, buffers);
-    arrays.make_rows(launcher, words.pointer<float>());
+    TtPass pass(batch, buffers);
+    pass.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtPass::max_words(batch))));
+    pass.make_values(launcher, buffers);
+    pass.make_rows(launcher, words.pointer<float>());
   });
 }
 
@@ -158,14 +150,14 @@ extern "C" const char* simt_tt_core_grads(const int64_t* call) {
     buffers.left_values = words.pointer<const float>();
     const auto* row_grads = words.pointer<const float>();
     for (TtDeviceTable& table : batch.tables) {
-      for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = words.pointer<float>();
+      for (int k = 0; k < table.shape.num_cores; ++k) table.grads[k] = words.pointer<float>();
     }
     buffers.assign_forward(&batch, memory);
     buffers.assign_backward(&batch, memory);
-    TtArrays arrays(batch, buffers);
-    arrays.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtArrays::max_words(batch))));
-    arrays.make_values(launcher, buffers);
-    arrays.make_grads(launcher, buffers, row_grads);
+    TtPass pass(batch, buffers);
+    pass.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtPass::max_words(batch))));
+    pass.make_values(launcher, buffers);
+    pass.make_grads(launcher, buffers, row_grads);
   });
 }
 
@@ -190,7 +182,7 @@ extern "C" const char* simt_outer_grads(const int64_t* call) {
     pair.outer_grads_by_half = outer_grads_by_half - first * q_outer;
     pair.outer_stride = q_outer;
     TtPairs pairs{&pair, 1};
-    pairs.first_inner = 2;
+    pairs.first_inner_row = 2;
     launcher(outer_grads_kernel<Tf32x3>, 1, kPairThreads, pairs);
   });
 }
