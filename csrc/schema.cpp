@@ -1,6 +1,6 @@
 // The schema of every native operation of emblib. `*_cpu.cpp` and `*_cuda.cu` register the kernels.
-// emblib/ops describes shapes, dtypes, errors and gradients, and emblib/reference defines the
-// results; the comments here say what an op is for where its name does not.
+// A comment here says what an op is for. The file of emblib/ops that is named at the beginning of a
+// section describes shapes, dtypes, errors and gradients; emblib/reference defines the results.
 //
 // Notation: F features, L lookups. core/layout.h describes `features`, int64 [F, 8] (Feature);
 // `bag_layout`, int64 [bags, 2] (BagLayout); `weights`, a list of one tensor per memory tier
@@ -12,6 +12,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
+  // Grouping (emblib/ops/primitives.py).
+  //
   // Group positions by key. Return the distinct keys, the start of each group, the positions in a
   // stable order by key, and the number of groups.
   m.def(
@@ -20,7 +22,10 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // Return the group of each position, from the results of `group` or `tbe_group`.
   m.def("group_inverse(Tensor segments, Tensor permutation, Tensor count) -> Tensor");
 
-  // Table-batched embeddings.
+  // Table-batched embeddings (emblib/ops/tbe.py).
+  //
+  // Check a batch. Return the repaired offsets, and the numbers of invalid indices and of offset
+  // violations.
   m.def(
       "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, int mode)"
       " -> (Tensor offsets, Tensor violations)");
@@ -29,6 +34,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "bounds_check_(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout,"
       " int check, Tensor(a!) violations) -> Tensor");
+  // Read the rows of all lookups, and pool them per bag unless `pooling` is NONE.
   m.def(
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
@@ -49,24 +55,34 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
       " int pooling, SymInt total_rows, bool repaired=False, Tensor? is_finite=None,"
       " Tensor[]? located=None) -> ()");
+  // Group the lookups by linear row id, as `group` does; `lookups` is the permutation. Also return
+  // the bag of each lookup in this order.
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
       " SymInt total_rows, bool repaired=False)"
       " -> (Tensor rows, Tensor segments, Tensor lookups, Tensor bags, Tensor count)");
+  // Return the gradient of each distinct row. Here and below, `rows` to `count` are the results of
+  // `tbe_group`.
   m.def(
       "tbe_row_grads(Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups,"
       " Tensor bags, Tensor count, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights,"
       " int pooling, SymInt dim) -> Tensor");
+  // Compute the gradients of the distinct rows and update weights and states by them. `row_slots`
+  // are the cache slots of the rows.
   m.def(
       "tbe_update_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups, Tensor bags,"
       " Tensor count, Tensor offsets, Tensor? row_slots, Tensor? bag_layout,"
       " Tensor? sample_weights, int pooling) -> ()");
+  // Return the gradient of each sample weight.
   m.def(
       "tbe_sample_weight_grad(Tensor grad, Tensor[] weights, Tensor features, Tensor indices,"
       " Tensor offsets, Tensor? slots, Tensor? bag_layout, int pooling) -> Tensor");
 
-  // The software cache in front of tables in slow memory.
+  // The software cache in front of tables in slow memory (emblib/ops/cache.py).
+  //
+  // Decide which of the distinct rows of a batch get which cache slots, and which rows are evicted.
+  // No row is moved.
   m.def(
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!) counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
@@ -76,10 +92,13 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters, Tensor clock,"
       " Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy) -> Tensor");
+  // Return the cache slot of each distinct row, without planning.
   m.def("cache_locate(Tensor tags, Tensor tables, Tensor rows, Tensor count) -> Tensor");
+  // Return the cache slot of each lookup, given those of the distinct rows.
   m.def(
       "cache_lookup_slots(Tensor row_slots, Tensor segments, Tensor lookups, Tensor count)"
       " -> Tensor");
+  // Move rows as planned: write evicted rows back, then fetch rows into their slots.
   m.def(
       "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] postponed)"
@@ -95,20 +114,26 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor(c!)[] cache, Tensor tables, int policy, int lag, bool postpones, Tensor features,"
       " Tensor indices, Tensor offsets, Tensor? bag_layout, SymInt total_rows, bool repaired,"
       " int? check, Tensor(d!) violations) -> Tensor[]");
+  // Write all rows in the cache back; they stay in the cache.
   m.def(
       "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor tags) -> ()");
 
-  // The hash index of dynamic tables. `index` is [tags, entries, tables, clock, counters], and on
-  // the CPU optionally `queues` after them; emblib/ops/hash.py describes them.
+  // The hash index of dynamic tables (emblib/ops/hash.py). `index` is [tags, entries, tables,
+  // clock, counters], and on the CPU optionally `queues` after them.
+  //
+  // Return the slot of each id, -1 for a missing key.
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
+  // Find the keys of a training batch, record their uses, and list the distinct missing keys.
   m.def(
       "hash_touch_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
       " Tensor? batch_scores, int order)"
       " -> (Tensor slots, Tensor first, Tensor groups, Tensor totals, Tensor offsets)");
+  // Split buckets of tables that have too few for their missing keys, and move keys and rows.
   m.def(
       "hash_grow_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor row_layout, Tensor ids,"
       " Tensor starts, Tensor tables, Tensor(c!) slots, Tensor offsets, Tensor? admitted) -> ()");
+  // Insert the missing keys that `hash_touch_` has listed.
   m.def(
       "hash_insert_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor offsets,"
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
@@ -124,7 +149,9 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor ids,"
       " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
       " Tensor layout, Tensor rules, int seed) -> Tensor[]");
+  // Remove keys. Return the slots that they had.
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
+  // Remove the keys of a range of buckets that were last used before clock `before`.
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
@@ -147,8 +174,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
 
-  // Move rows between a dynamic table and its backing store, on the CPU. In `tier_swap_`, `slots`,
-  // `status` and `evicted` are results of `hash_insert_` for the misses of one table.
+  // Move rows between a dynamic table and its backing store, on the CPU (emblib/ops/tiers.py).
+  //
+  // After `hash_insert_`, copy the rows of evicted keys out of a table, and stored rows of inserted
+  // keys into it. `slots`, `status` and `evicted` are results of `hash_insert_` for the misses of
+  // one table.
   m.def(
       "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
@@ -162,42 +192,58 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor layout, Tensor rules, int seed, Tensor(c!)[] store_indices, Tensor(d!)[] records,"
       " int[] store_orders, int[] first_overflow, Tensor[] overflow, bool changes_stores)"
       " -> Tensor[]");
+  // Remove promoted keys from a store, and put evicted rows into it.
   m.def(
       "tier_put_(Tensor(a!)[] store_index, Tensor(b!) records, Tensor lifted, Tensor entries,"
       " Tensor rows, int order) -> (Tensor dropped, Tensor dropped_rows)");
+  // Read records of a store by slot.
   m.def(
       "tier_read(Tensor records, Tensor slots, SymInt row_bytes)"
       " -> (Tensor positions, Tensor words, Tensor values)");
+  // Write records of a store by slot.
   m.def("tier_write_(Tensor(a!) records, Tensor slots, Tensor words, Tensor values) -> ()");
 
-  // Ops on the pages of the files of a store, which are mapped into memory, on the CPU.
+  // Ops on the pages of the files of a store, which are mapped into memory, on the CPU
+  // (emblib/ops/pages.py).
+  //
+  // Return the CRC-32 of each of the pages.
   m.def("page_crc32(Tensor data, Tensor pages, SymInt page_bytes) -> Tensor");
+  // Return the pages of rows whose mark is 0.
   m.def(
       "pages_without_mark(Tensor marks, Tensor rows, SymInt row_bytes, SymInt first_byte,"
       " SymInt page_bytes) -> Tensor");
+  // Set the marks of the pages of rows to 1.
   m.def(
       "mark_pages_(Tensor(a!)[] marks, Tensor rows, SymInt row_bytes, SymInt first_byte,"
       " SymInt page_bytes) -> ()");
+  // Return where the rows of slots are in a file.
   m.def("file_slots(Tensor slots, Tensor file_slots, Tensor? is_hidden) -> Tensor");
+  // Read the pages of rows from the file into memory, before they are used.
   m.def(
       "fetch_pages(Tensor data, Tensor rows, SymInt row_bytes, SymInt first_byte)"
       " -> (Tensor unreadable, Tensor num_ranges)");
 
-  // Tensor-train tables: they produce rows for the ops above.
+  // Tensor-train tables (emblib/ops/tt.py): they produce rows for the ops above.
+  //
+  // Return a sort key of each lookup: ids that share cores have neighbouring keys.
   m.def(
       "tt_keys(Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor feature_tables)"
       " -> Tensor");
+  // Find which left and right halves of the trains the distinct rows share.
   m.def(
       "tt_plan(Tensor keys, Tensor count, Tensor tables, int left_ids, int right_ids)"
       " -> Tensor[]");
+  // Compute the distinct rows, and the first `num_saved` left halves for the backward pass.
   m.def(
       "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors,"
       " int[] num_cores, SymInt num_saved, int matmul_precision=0)"
       " -> (Tensor rows, Tensor left_values)");
+  // Return the gradients of all cores.
   m.def(
       "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor left_values, Tensor row_grads,"
       " int[] row_factors, int[] dim_factors, int[] num_cores, int matmul_precision=0)"
       " -> Tensor[]");
+  // Compute the gradients of the cores and update cores and states by them.
   m.def(
       "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor[] plan, Tensor left_values, Tensor row_grads, int[] row_factors, int[] dim_factors,"
@@ -233,15 +279,20 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> ()");
 
   // Routing of ids to the ranks that store their rows, and combination of the pooled rows that
-  // these ranks return.
+  // these ranks return (emblib/ops/route.py).
+  //
+  // Concatenate the segments `order` of `values`, `total` rows in all.
   m.def("gather_segments(Tensor values, Tensor starts, Tensor order, SymInt total) -> Tensor");
+  // Return the number of ids of each output bag, one bag after the other for every unit.
   m.def(
       "route_lengths(Tensor ids, Tensor offsets, Tensor first_bags, Tensor features, Tensor blocks,"
       " Tensor copies, Tensor units, SymInt num_bags) -> Tensor");
+  // Return the ids of all output bags, their positions in `ids`, and their weights.
   m.def(
       "route_ids(Tensor ids, Tensor offsets, Tensor first_bags, Tensor features, Tensor blocks,"
       " Tensor copies, Tensor units, Tensor starts, SymInt total, Tensor? weights)"
       " -> (Tensor ids, Tensor positions, Tensor weights)");
+  // Write the targets of a flat output, each the sum of pieces of a flat source.
   m.def(
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt out_numel, ScalarType dtype, float scale, Tensor? local=None, SymInt local_begin=0)"
@@ -256,8 +307,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "combine_backward_(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt source_numel, float scale, Tensor(a!) local, SymInt local_begin) -> Tensor");
 
-  // Quantised tables.
+  // Quantised tables (emblib/ops/quant.py).
+  //
+  // Quantise rows of `weights` into rows of `packed`.
   m.def("quantize_rows_(Tensor(a!) packed, Tensor weights, int format) -> ()");
+  // Decode the rows of all lookups, and pool them per bag unless `pooling` is NONE.
   m.def(
       "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int format, SymInt output_dim,"

@@ -1,7 +1,7 @@
 // Sorting and grouping on the GPU, for ops that compute their own keys. Such an op allocates
 // SortBuffers, writes `keys` and `positions` in a kernel, and calls `sort_and_group`. An op that
 // needs other kernels between sorting and grouping calls `sort_pairs` and launch_groups
-// (group/segments.cuh). Nothing here waits for the device.
+// (group/segments.cuh) instead. Nothing here waits for the device.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -29,8 +29,8 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 // `buffers.sorted_keys` are unspecified. `out.sorted_bags` must be null: a small batch would not
 // write it.
 //
-// A small batch takes a single launch (group/small_group.cuh) if Key is uint32_t and `no_group_key`
-// is below 2^31. Otherwise CUB sorts, with scratch allocated on the device of `like`. Throws
+// A small batch takes one launch (group/small_group.cuh) if Key is uint32_t and `no_group_key` is
+// below 2^31. Otherwise CUB sorts, with scratch allocated on the device of `like`. Throws
 // AllocationError.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "core/check.h"
 #include "core/parallel.h"
+#include "group/check.h"
 #include "group/entries.h"
 #include "group/group_items.h"
 
@@ -17,7 +17,7 @@ namespace {
 // must be Item64 if num_keys is 2^32 or more.
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
-  std::vector<int64_t> part_begins(group_parts(n) + 1);
+  std::vector<int64_t> part_begins(num_group_parts(n) + 1);
   const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
   for (int64_t part = 0; part <= num_parts; ++part) part_begins[part] = n * part / num_parts;
   const auto fill = [&](int64_t part, const auto& put) {
@@ -37,10 +37,7 @@ void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput&
 //                of keys without a group at the end
 //   count        int32 [1]: the number of groups
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
-  check_index_vector("group", "keys", keys);
-  STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
-  STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most ", kMaxLookups,
-                  " keys per call, got ", keys.numel());
+  check_group_keys(keys, num_keys);
   const Tensor input = as_contiguous(keys);
   const int64_t n = keys.numel();
   GroupTensors result(keys, n, keys.scalar_type());
@@ -58,16 +55,8 @@ constexpr int64_t kInverseGrain = 1 << 14;  // grain of parallel_balanced for gr
 
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
   const char* op = "group_inverse";
-  for (const Tensor* tensor : {&segments, &permutation, &count}) {
-    check_dtype(op, "segments, permutation and count", *tensor, ScalarType::Int,
-                "int32, as group returns them");
-    STD_TORCH_CHECK(tensor->is_contiguous(), op, ": its arguments must be contiguous");
-  }
+  check_group_inverse(segments, permutation, count);
   const int64_t n = permutation.numel();
-  STD_TORCH_CHECK(segments.numel() == n + 1, op,
-                  ": segments must have one entry more than permutation = ", n + 1, ", got ",
-                  segments.numel());
-  STD_TORCH_CHECK(count.numel() == 1, op, ": count must have one entry, got ", count.numel());
   Tensor inverse = allocate(permutation, {n});
   const int32_t *segment = segments.const_data_ptr<int32_t>(),
                 *position = permutation.const_data_ptr<int32_t>();
@@ -77,8 +66,9 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
                       (n == 0 || (segment[0] == 0 && segment[num_groups] <= n)),
                   op, ": count and segments must come from one call of group, got count ",
                   num_groups);
-  // The top bit of `sign_bits` is set if a segment begins below 0 or has a negative length, or if a
-  // position is not in [0, n). A difference alone could wrap to a positive number.
+  // Bit 31 of `sign_bits` becomes 1 if a segment begins below 0 or has a negative length, or if a
+  // position is not in [0, n). The numbers themselves are checked too, since their difference could
+  // wrap to a positive number.
   uint32_t sign_bits = 0;
   const auto as_unsigned = [](int64_t value) { return static_cast<uint32_t>(value); };
   for (int64_t g = 0; g < num_groups; ++g)

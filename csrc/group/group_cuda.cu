@@ -10,7 +10,7 @@
 #include <limits>
 #include <tuple>
 
-#include "core/check.h"
+#include "group/check.h"
 #include "group/device_sort.h"
 #include "group/small_group.cuh"
 
@@ -18,10 +18,10 @@ namespace emb::cuda {
 
 namespace {
 
-// Call CUB's sort. If `scratch` is null, only write to `*bytes` the bytes of scratch that a sort
-// needs; otherwise sort with `*bytes` bytes of scratch.
+// Sort with CUB, in `*bytes` bytes of `scratch` in device memory. If `scratch` is null, only write
+// to `*bytes` how many bytes the sort needs.
 template <class Key>
-void call_cub(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream_t stream) {
+void cub_sort_pairs(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream_t stream) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(in.no_group_key)));
   check_cuda(
       cub::DeviceRadixSort::SortPairs(scratch, *bytes, in.keys, in.sorted_keys, in.positions,
@@ -35,10 +35,10 @@ void call_cub(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream
 bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n,
                  int64_t no_group_key, int32_t* sorted_positions, const DeviceGroupOutput& out) {
   if (n > kMaxSmallGroup || needs_wide_keys(no_group_key)) return false;
-  const auto plan = plan_small_group(n, max_small_cluster<GivenKeys>(launcher));
+  const auto plan = plan_small_group(n, max_small_cluster_blocks<KeyArray>(launcher));
   if (plan.items_per_thread == 0) return false;
   launch_small_group(
-      launcher, plan, GivenKeys{keys},
+      launcher, plan, KeyArray{keys},
       small_group_args(n, static_cast<uint32_t>(no_group_key), sorted_positions, out));
   return true;
 }
@@ -61,22 +61,22 @@ void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuf
 template <class Key>
 int64_t sort_scratch_bytes(int64_t n, Key max_key) {
   size_t bytes = 0;
-  call_cub(SortPairs<Key>{nullptr, nullptr, nullptr, nullptr, n, max_key}, nullptr, &bytes,
-           nullptr);
+  cub_sort_pairs(SortPairs<Key>{nullptr, nullptr, nullptr, nullptr, n, max_key}, nullptr, &bytes,
+                 nullptr);
   return static_cast<int64_t>(bytes > 0 ? bytes : 1);
 }
 
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch) {
   auto bytes = static_cast<size_t>(sort_scratch_bytes(pairs.n, pairs.no_group_key));
-  call_cub(pairs, scratch, &bytes, launcher.stream());
+  cub_sort_pairs(pairs, scratch, &bytes, launcher.stream());
 }
 
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const Tensor& like,
                     const SortBuffers<Key>& buffers, const DeviceGroupOutput& out) {
-  // An IndexArray reads 32-bit keys as int32. The one launch also finds no group for
-  // `no_group_key`.
+  // group_small reads 32-bit keys as int32 (IndexArray). It puts keys equal to `no_group_key` into
+  // no group, as group_large does.
   const bool is_int32 =
       sizeof(Key) == 4 && buffers.no_group_key <= std::numeric_limits<int32_t>::max();
   const auto no_group_key = static_cast<int64_t>(buffers.no_group_key);
@@ -127,10 +127,7 @@ void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_ke
 //                of keys without a group at the end
 //   count        int32 [1]: the number of groups
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
-  check_index_vector("group", "keys", keys);
-  STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
-  STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most ", kMaxLookups,
-                  " keys per call, got ", keys.numel());
+  check_group_keys(keys, num_keys);
   const CudaLauncher launcher(keys);
   const Tensor input = as_contiguous(keys);
   const int64_t n = keys.numel();
@@ -157,18 +154,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
 // The op `group_inverse`, see entries.h, for tensors on one GPU. Their contents, which must come
 // from one call of `group` or `tbe_group`, are not checked.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
-  const char* op = "group_inverse";
-  for (const Tensor* tensor : {&segments, &permutation, &count}) {
-    check_dtype(op, "segments, permutation and count", *tensor, ScalarType::Int,
-                "int32, as group returns them");
-    STD_TORCH_CHECK(tensor->is_contiguous(), op, ": its arguments must be contiguous");
-    check_same_device(op, "segments, permutation and count", *tensor, permutation);
-  }
+  check_group_inverse(segments, permutation, count);
   const int64_t n = permutation.numel();
-  STD_TORCH_CHECK(segments.numel() == n + 1, op,
-                  ": segments must have one entry more than permutation = ", n + 1, ", got ",
-                  segments.numel());
-  STD_TORCH_CHECK(count.numel() == 1, op, ": count must have one entry, got ", count.numel());
   const CudaLauncher launcher(permutation);
   Tensor inverse = allocate(permutation, {n});
   launch_inverse(launcher,

@@ -1,5 +1,5 @@
 // Grouping on the CPU: a parallel sort of items (key, position) by key, which also finds the groups
-// of equal keys. group_items makes four parallel loops, whatever the number of key bits:
+// of equal keys. group_items makes four parallel loops:
 //   (1) for every part of the input, write its items and count them by the top bits of the key,
 //   (2) scatter the items of every part into buckets, one bucket per value of the top bits,
 //   (3) sort every bucket, which usually fits into the cache, by the remaining bits, and count its
@@ -41,10 +41,10 @@ struct Item64 {
 // ascending order of their keys; items whose key is `no_group_key` belong to no group and come last
 // in `permutation`.
 struct GroupOutput {
-  void* unique;  // [n], int64 or int32: the key of each group; entries from `num_groups` on are 0
+  void* unique;  // [n], int64 or int32: the key of each group; entries after the last group are 0
   bool unique_is_int64;  // whether `unique` is int64
   int32_t* segments;     // [n + 1]: group g has the sorted items [segments[g], segments[g + 1]);
-                         // entries after `num_groups` repeat segments[num_groups]
+                         // entries after the last group repeat the number of items in groups
   int32_t* permutation;  // [n]: the positions of the sorted items
   int32_t* num_groups;   // [1]
 
@@ -74,7 +74,7 @@ struct RadixPass {
   // In 64 bits, because a shift of 32 bits by 32 is undefined.
   uint32_t digit_of(int64_t i) const { return (uint64_t{items[i].key} >> shift) & mask; }
 
-  // Add the number of items of each digit to counters[stream * stride + digit].
+  // Add the number of items of each digit in each stream to counters[stream * stride + digit].
   void count(uint32_t* counters, int64_t stride) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) ++counters[s * stride + digit_of(stream_begin(s) + i)];
@@ -122,8 +122,8 @@ inline constexpr int64_t kInsertionSortItems = 24;  // maximum of an insertion s
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
 inline constexpr int64_t kOneStreamItems = 2048;
 inline constexpr int kCounterStreams = 4, kUnbucketedStreams = 2;
-// Maximum size of an input of one part that group_items sorts without buckets. tbe_group calls
-// group_runs only if no run is longer; group_runs does not check that.
+// Maximum size of an input of one part that group_items sorts without buckets. group_runs does not
+// check the size of runs: tbe_group does, and calls it only if no run is longer.
 inline constexpr int64_t kSmallInput = int64_t{1} << 19;
 inline constexpr int kBucketDigitBits = 8;       // maximum width of a digit in a bucket
 inline constexpr int kUnbucketedDigitBits = 11;  // maximum width of a digit without buckets
@@ -252,11 +252,11 @@ void group_items(int64_t n, uint64_t no_group_key, const std::vector<int64_t>& p
   using ItemWord = decltype(Item::key);
   const Scratch<Item> items = new_scratch<Item>(n), sorted = new_scratch<Item>(n);
   const int bits = std::bit_width(no_group_key);
-  const int wanted_bucket_bits =
+  const int ideal_bucket_bits =
       static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - kBucketItemsLog2 - 1;
-  const int bucket_bits = std::clamp(wanted_bucket_bits, 0, std::min(bits, kMaxBucketBits));
-  // By which a bucket is sorted. With 64 bits of key it must be below 64, so fewer than 128 items
-  // must be one part; group_parts makes them one.
+  const int bucket_bits = std::clamp(ideal_bucket_bits, 0, std::min(bits, kMaxBucketBits));
+  // The number of low bits, by which a bucket is sorted. RadixPass needs it to be below 64, so
+  // fewer than 128 items of 64-bit keys must be one part; num_group_parts makes them one.
   const int low_bits = bits - bucket_bits;
   const int64_t num_buckets = int64_t{1} << bucket_bits;
   const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
@@ -316,18 +316,19 @@ struct KeyRun {
   uint64_t key_range;  // at most 2^32
 };
 
-// Group n items of consecutive runs whose key ranges ascend and do not overlap; not checked. Every
-// item belongs to a group. Each run is sorted alone, by the bits of its key range, and usually in
-// the cache of a core. `fill(r, put)` must call `put(position, key - key_base)` once for
-// each position of run r. `emit(j, position)` is called once for every item, as by group_items. One
-// thread makes all calls if num_threads() is 1; otherwise several threads may call `fill` and
-// `emit` at once, for different runs. A thread sorts whole runs, so all threads wait for the
-// longest run. Throws std::bad_alloc, before the first call.
+// Group n items of consecutive runs. `runs` must begin at position 0, and their key ranges must
+// ascend and not overlap; neither is checked. Every item belongs to a group. Each run is sorted
+// alone, by the bits of its key range, and usually in the cache of a core. `fill(r, put)` must call
+// `put(position, key - key_base)` once for each position of run r. `emit(j, position)` is called
+// once for every item, as by group_items. One thread makes all calls if num_threads() is 1;
+// otherwise several threads may call `fill` and `emit` at once, for different runs. A thread sorts
+// whole runs, so all threads wait for the longest run. Throws std::bad_alloc, before the first
+// call.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
                 const GroupOutput& out, const Emit& emit) {
   // No item has this key, so every item belongs to a group.
-  constexpr uint64_t kNoUngroupedKey = ~uint64_t{0};
+  constexpr uint64_t kNoGroupKey = ~uint64_t{0};
   const int64_t num_runs = static_cast<int64_t>(runs.size());
   const auto run_begin = [&](int64_t run) { return run < num_runs ? runs[run].begin : n; };
   const Scratch<Item32> items = new_scratch<Item32>(n);
@@ -346,15 +347,15 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
         begin, scratch, length, bits, unbucketed_digit_bits(length, kWideRunItems));
   };
   const auto write_run = [&](int64_t run, int64_t last_group) {
-    return write_groups(items.get(), run_begin(run), run_begin(run + 1), last_group,
-                        kNoUngroupedKey, out, emit, runs[run].key_base);
+    return write_groups(items.get(), run_begin(run), run_begin(run + 1), last_group, kNoGroupKey,
+                        out, emit, runs[run].key_base);
   };
   std::vector<int64_t> groups_before(num_runs + 1, 0);
   if (num_threads() == 1) {
     const Scratch<Item32> scratch = new_scratch<Item32>(longest_run);
     for (int64_t run = 0; run < num_runs; ++run) {
       sort_run(run, scratch.get());
-      // Written at once, while the items of the run are in the cache.
+      // Write the groups now, while the items of the run are in the cache.
       groups_before[run + 1] = write_run(run, groups_before[run] - 1) + 1;
     }
   } else {
@@ -366,7 +367,7 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
       for (int64_t run = begin; run < end; ++run) {
         sort_run(run, scratch_of_range);
         groups_before[run + 1] = count_groups(items.get() + run_begin(run),
-                                              run_begin(run + 1) - run_begin(run), kNoUngroupedKey);
+                                              run_begin(run + 1) - run_begin(run), kNoGroupKey);
       }
     });
     for (int64_t run = 0; run < num_runs; ++run) groups_before[run + 1] += groups_before[run];
@@ -374,12 +375,12 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
       for (int64_t run = begin; run < end; ++run) write_run(run, groups_before[run] - 1);
     });
   }
-  finish_groups(items.get(), n, groups_before[num_runs], kNoUngroupedKey, out);
+  finish_groups(items.get(), n, groups_before[num_runs], kNoGroupKey, out);
 }
 
 // Return the number of parts into which an input of n items should be divided: at least 1, at most
 // one per thread.
-inline int64_t group_parts(int64_t n) {
+inline int64_t num_group_parts(int64_t n) {
   return std::clamp<int64_t>(n / kPartItems, 1, num_threads());
 }
 

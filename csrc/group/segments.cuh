@@ -1,12 +1,13 @@
-// The kernels of `group` before and after its sort, and of `group_inverse`. One kernel writes the
-// keys of the sort, the others write the groups. Ops that compute keys themselves, such as
-// `tbe_group`, use the kernels after the sort only. The sort (CUB on a GPU, std::stable_sort in
-// tests) writes the sorted keys and their positions. A key that belongs to no group must be
-// `no_group_key`, which is greater than all other keys, so such keys come last.
-//
-// The sorted keys are divided into at most kMaxRanges ranges, one per block. A first kernel counts
-// the groups that begin in each range. In a second kernel every block adds up the counts of the
-// ranges before its range and writes the groups that begin in its range.
+// The kernels of `group` before and after its sort, and of `group_inverse`. A grouping has these
+// steps:
+//   (1) keys_kernel writes the keys and positions to be sorted. Ops that compute keys themselves,
+//       such as `tbe_group`, have a kernel of their own. A key that belongs to no group must be
+//       `no_group_key`, which is greater than all other keys, so such keys come last.
+//   (2) A stable sort by key (CUB on a GPU, std::stable_sort in tests).
+//   (3) count_groups_kernel divides the sorted keys into at most kMaxRanges ranges, one per block,
+//       and counts the groups that begin in each range.
+//   (4) In groups_kernel every block adds up the counts of the ranges before its range and writes
+//       the groups that begin in its range.
 //
 // The caller must keep n, the number of keys, at most kMaxLookups; not checked. All pointers are to
 // device memory of the caller.
@@ -31,7 +32,7 @@ struct SortPairs {
   Key no_group_key;  // the key that belongs to no group; no key is greater
 };
 
-// The arrays of a sort by key, and of the kernels that write a group per distinct key.
+// The arrays of a sort by key, and of the kernels that write one group per distinct key.
 template <class Key>
 struct SortBuffers : SortPairs<Key> {
   // Scratch [2, kMaxRanges]: the number of groups that begin in each range, then the number of keys
@@ -118,7 +119,8 @@ EMB_DEVICE bool begins_group(const SortBuffers<Key>& buffers, int64_t i) {
   return key != buffers.no_group_key && (i == 0 || buffers.sorted_keys[i - 1] != key);
 }
 
-// Write the two counts of every range to `buffers.range_counts`. One block per range.
+// Write the two counts of every range to `buffers.range_counts`. The grid must have num_ranges(n)
+// blocks, one per range.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<Key> buffers) {
   const int64_t end = range_begin(buffers.n, blockIdx.x + 1);
@@ -134,17 +136,18 @@ __global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<
   buffers.range_counts[kMaxRanges + blockIdx.x] = num_grouped;
 }
 
-// The numbers of groups that begin before a block's range, of all groups, and of all keys that
-// belong to groups.
+// Sums of range_counts.
 struct GroupTotals {
-  int groups_before = 0, num_groups = 0, num_grouped = 0;
+  int groups_before = 0;  // groups that begin in the ranges before this block's range
+  int num_groups = 0;     // all groups
+  int num_grouped = 0;    // keys that belong to a group
 };
 
-// Add up `counts`, the range_counts of `ranges` ranges, for this block's range. All kTileThreads
-// threads must call this.
-EMB_DEVICE GroupTotals add_ranges(const int32_t* counts, int ranges) {
+// Add up `counts`, the range_counts of num_ranges ranges; range blockIdx.x is this block's range.
+// All kTileThreads threads must call this; it contains barriers. All threads get the sums.
+EMB_DEVICE GroupTotals sum_range_counts(const int32_t* counts, int num_ranges) {
   GroupTotals sums;
-  for (int r = static_cast<int>(threadIdx.x); r < ranges; r += kTileThreads) {
+  for (int r = static_cast<int>(threadIdx.x); r < num_ranges; r += kTileThreads) {
     sums.num_groups += counts[r];
     sums.num_grouped += counts[kMaxRanges + r];
     if (r < static_cast<int>(blockIdx.x)) sums.groups_before += counts[r];
@@ -152,7 +155,7 @@ EMB_DEVICE GroupTotals add_ranges(const int32_t* counts, int ranges) {
   return {block_sum(sums.groups_before), block_sum(sums.num_groups), block_sum(sums.num_grouped)};
 }
 
-// Write the key of group i.
+// Write `key` to entry i of out.unique.
 EMB_DEVICE void write_unique(const DeviceGroupOutput& out, int64_t i, int64_t key) {
   if (out.unique_is_int64) {
     static_cast<int64_t*>(out.unique)[i] = key;
@@ -175,7 +178,7 @@ __global__ void __launch_bounds__(kTileThreads)
   __shared__ int strip_groups[kThreadKeys * kWarps];  // groups that begin in each strip
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   const int ranges = static_cast<int>(num_ranges(buffers.n));
-  GroupTotals totals = add_ranges(buffers.range_counts, ranges);
+  GroupTotals totals = sum_range_counts(buffers.range_counts, ranges);
   if (simt::global_thread() == 0) {
     *out.num_groups = count_update_step(out.step_count, totals.num_groups);
     out.segments[buffers.n] = totals.num_grouped;
@@ -220,8 +223,8 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The groups of n keys, as `group` returns them, and the output of `group_inverse`. The arguments
-// must come from one call of `group`; on a GPU this is not checked.
+// The groups of n keys, which must come from one call of `group` (not checked), and the output of
+// `group_inverse`.
 struct InverseArgs {
   const int32_t *segments, *permutation, *num_groups;  // [n + 1], [n], [1]
   int64_t n;
@@ -229,7 +232,7 @@ struct InverseArgs {
 };
 
 // Write `args.inverse`, which must not be null. All threads of the grid, in blocks of kTileThreads,
-// must call this. `search_range` is shared memory for two ints.
+// must call this; it contains barriers. `search_range` is shared memory for two ints (TileSearch).
 EMB_DEVICE void write_inverse(const InverseArgs& args, int* search_range) {
   const int num_groups = *args.num_groups;
   const int32_t num_grouped = args.segments[num_groups];

@@ -1,8 +1,9 @@
 // Grouping of a small batch in one launch: a cluster of blocks makes the keys, sorts them in shared
-// memory, finds the groups of equal keys and writes the outputs of `group` or `tbe_group`. CUB
-// would need several launches, whose overhead exceeds the work. A batch of up to 512 keys needs one
-// block. On a device without clusters a launch has one block only, for up to 2,048 keys. Larger
-// batches have no plan (plan_small_group), and CUB sorts them.
+// memory, finds the groups of equal keys and writes the outputs of `group` or `tbe_group`, in this
+// order (SmallGroupSort). CUB would need several launches, whose overhead exceeds the work. A batch
+// of up to 512 keys needs one block, and a cluster takes up to kMaxSmallGroup = 16,384 keys. On a
+// device without clusters a launch has one block only, for up to 2,048 keys. Larger batches have no
+// plan (plan_small_group), and CUB sorts them.
 //
 // The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new position of
 // an item is the number of items that come before it: those with a smaller digit, and those with
@@ -21,17 +22,18 @@ namespace emb::cuda {
 
 inline constexpr int kDigitBits = 7, kDigits = 1 << kDigitBits;
 inline constexpr unsigned kSmallGroupThreads = 512;  // maximum number of threads per block
-inline constexpr int kPositionBits = 14;             // bits of a payload for the position
-inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;  // keys
-inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);
+inline constexpr int kPositionBits =
+    14;  // bits of a payload for the position; the bag has the rest
+inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;  // maximum number of keys
+inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);  // and of bags
 // Maximum number of blocks of a cluster; scan_digits unrolls a loop over it.
 inline constexpr unsigned kMaxClusterBlocks = 8;
 inline constexpr unsigned kMaxThreadItems = 4;  // maximum number of items per thread
 static_assert(kMaxSmallGroup <= kMaxClusterBlocks * kSmallGroupThreads * kMaxThreadItems);
 
 // The shape of a launch. All three members are powers of two, and a block has at least one thread
-// per digit. The plan {}, with 0 items per thread, means that the batch is too large for one
-// launch.
+// per digit. The plan {}, with 0 items per thread, means that the batch is too large for a launch
+// of this kind.
 struct SmallGroupPlan {
   int items_per_thread = 0;  // 1, 2 or 4
   unsigned threads = 0;      // threads per block
@@ -45,9 +47,9 @@ inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster_blocks) {
   const auto padded_n =
       static_cast<unsigned>(std::bit_ceil(static_cast<uint64_t>(std::max(n, int64_t{1}))));
   const unsigned threads = std::clamp(padded_n, static_cast<unsigned>(kDigits), kSmallGroupThreads);
-  const unsigned max_blocks = std::max(padded_n / threads, 1u);  // blocks with one item per thread
-  const unsigned blocks = std::min({max_blocks, max_cluster_blocks, kMaxClusterBlocks});
-  const unsigned items_per_thread = max_blocks / blocks;
+  const unsigned single_item_blocks = std::max(padded_n / threads, 1u);  // with one item per thread
+  const unsigned blocks = std::min({single_item_blocks, max_cluster_blocks, kMaxClusterBlocks});
+  const unsigned items_per_thread = single_item_blocks / blocks;
   if (n > kMaxSmallGroup || items_per_thread > kMaxThreadItems) return {};
   return {static_cast<int>(items_per_thread), threads, blocks};
 }
@@ -156,8 +158,8 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t
           sorted_positions,        nullptr,      out};
 }
 
-// The keys come from a `Source`: GivenKeys below, or the lookups of a batch (SmallLookups in
-// tbe/keys.cuh). A source has these members:
+// The keys come from a `Source`: KeyArray below, or SmallLookups (tbe/keys.cuh), the lookups of a
+// batch. A source has these members:
 //   kHasBags            true if keys have bags and violations are counted
 //   prepare(memory)     Return the source that makes the keys. It may check and repair its input,
 //                       add to tallies, and wait for the cluster: all threads of the cluster call
@@ -175,17 +177,17 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t no_group_key, int32_t
 //   report(memory)      Report the violations, from the tallies of the cluster, which are complete
 //                       then. All threads call it, and one of them reports.
 
-// The keys of the op `group`, [n] in device memory; keys outside [0, no_group_key) belong to no
-// group.
-struct GivenKeys {
+// The `Source` of the op `group`: its keys, [n] in device memory. Keys outside [0, no_group_key)
+// belong to no group.
+struct KeyArray {
   static constexpr bool kHasBags = false;
   IndexArray keys;
 
-  EMB_DEVICE GivenKeys prepare(const SmallGroupMemory&) const { return *this; }
+  EMB_DEVICE KeyArray prepare(const SmallGroupMemory&) const { return *this; }
 
   struct Tile {
-    EMB_DEVICE Tile(const GivenKeys&, int64_t, int64_t, int*) {}
-    EMB_DEVICE uint32_t key(const GivenKeys& source, int64_t i, uint32_t no_group_key,
+    EMB_DEVICE Tile(const KeyArray&, int64_t, int64_t, int*) {}
+    EMB_DEVICE uint32_t key(const KeyArray& source, int64_t i, uint32_t no_group_key,
                             uint32_t*) const {
       const int64_t key = source.keys[i];
       return key >= 0 && key < no_group_key ? static_cast<uint32_t>(key) : no_group_key;
@@ -197,7 +199,8 @@ struct GivenKeys {
 };
 
 // The sort and the grouping, as one thread executes them. All threads of the cluster must call
-// make_keys, sort, find_groups and write, in this order.
+// make_keys, sort, find_groups and write, in this order. Before make_keys, the tallies of every
+// block must be 0.
 //
 // An item is a key and a payload. The payload has the position of the key in its lower
 // kPositionBits bits and, for a lookup, the bag in the bits above. Before and after the sort, every
@@ -258,7 +261,8 @@ struct SmallGroupSort {
   }
 
   // For every item i of this thread, write to warp_rank[i] how many items of digit digit[i] precede
-  // it in its warp. Write to the histogram of the warp how many of its items have each digit.
+  // it in its warp. Write to the histogram of the warp how many of its items have each digit. All
+  // lanes must call this; a barrier of the block must follow before another warp reads it.
   EMB_DEVICE void rank_in_warp(const uint32_t (&digit)[kItems], uint32_t (&warp_rank)[kItems]) {
     uint32_t* const counts = memory.histograms + warp * kDigits;
 #pragma unroll
@@ -283,8 +287,8 @@ struct SmallGroupSort {
   }
 
   // Replace each count in the histograms by the number of items of its digit in the earlier warps
-  // of the block. Write `totals` and `bases` for every digit. One thread per digit computes; all
-  // threads wait at one barrier of the cluster and two of the block.
+  // of the block. Write `totals` and `bases` for every digit. All threads must call this; one
+  // thread per digit computes, and all wait at one barrier of the cluster and two of the block.
   EMB_DEVICE void scan_digits() {
     const unsigned digit = threadIdx.x;
     uint32_t total = 0;
@@ -461,13 +465,13 @@ SmallGroupKernel<Source> find_small_group_kernel(int items_per_thread) {
 
 // Return the maximum number of blocks in a cluster of the kernels for `Source`.
 template <class Source, class Launcher>
-unsigned max_small_cluster(const Launcher& launcher) {
+unsigned max_small_cluster_blocks(const Launcher& launcher) {
   return launcher.max_cluster_blocks(small_group_kernel<Source, 1>);
 }
 
 // Group the keys of `source`. `plan` must be plan_small_group(args.n, max_cluster) and not {},
-// where max_cluster is at most max_small_cluster<Source>(launcher). Bags must have numbers below
-// kMaxSmallBags, so that they fit into a payload. Neither is checked.
+// where max_cluster is at most max_small_cluster_blocks<Source>(launcher). Bags must have numbers
+// below kMaxSmallBags, so that they fit into a payload. Neither is checked.
 template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
                         SmallGroupArgs args) {

@@ -1,12 +1,12 @@
 // Routing sends each id of a batch to a rank that stores its row. Combining adds the rows that the
 // ranks return. This file has the layouts of both as structs (emblib/ops/route.py documents their
-// tensors), then the arguments and function tables of the CPU kernels.
+// tensors), then the arguments and function tables of the CPU kernels. Pointers are to memory of
+// the op's device, which the caller owns.
 //
 // A table is divided into *blocks* of rows. A block is stored by one rank, or copies of it by
 // several ranks. A *unit* is the part of a batch that one rank looks up for one feature in one copy
-// of a block. It has as many bags as the feature, its *output bags*: each has the ids of one bag
-// that fall into the block, in their order. Pointers are to memory of the op's device, which the
-// caller owns.
+// of a block. It has as many bags as the feature, its *output bags*: output bag b of a unit has the
+// ids of bag b of the feature that fall into the block, in their order.
 #pragma once
 
 #include "core/layout.h"
@@ -14,10 +14,13 @@
 
 namespace emb {
 
-// The rule that selects the block of an id: the range of rows that contains the id; a hash of the
-// id; or the range for ids up to the last row of the table, and a remainder for larger ids.
+// The rule that selects the block of an id; route_id applies it.
 struct RouteRule {
-  enum Code : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
+  enum Code : int64_t {
+    kByRange = 0,           // the block whose rows contain the id
+    kByKey = 1,             // a hash of the id (block_of_key)
+    kByRangeElseSpread = 2  // kByRange for ids up to the last row, a remainder for larger ids
+  };
 };
 
 // A row of the tensor `features`: a table of `num_rows` rows, in the blocks [first_block,
@@ -39,12 +42,12 @@ struct Routing {
   const int64_t* first_bags;     // [num_features + 1], ascending
   const RouteFeature* features;  // [num_features]
   const RouteBlock* blocks;      // [num_blocks]
-  const int64_t* copies;         // [num_copies] units, each named once
-  const int64_t* units;          // [num_units + 1] first output bag of each unit, from 0
+  const int64_t* copies;         // [num_copies]: the unit of each copy; each unit occurs once
+  const int64_t* units;          // [num_units + 1]: first output bag of each unit, from 0
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// Return the block in [0, num_blocks) that stores a key, for 1 to 2^31 blocks. `owner` of
+// Return the block in [0, num_blocks) that stores a key; num_blocks is 1 to 2^31. `owner` of
 // emblib/dynamic/keys.py must return the same block.
 EMB_HD int64_t block_of_key(int64_t key, int64_t num_blocks) {
   const uint64_t hash = mix(mix(static_cast<uint64_t>(key)));
@@ -54,7 +57,7 @@ EMB_HD int64_t block_of_key(int64_t key, int64_t num_blocks) {
 // Return the position of the last of `blocks`, [num_blocks], that begins at or before `row`; 0 if
 // there is none. The blocks must ascend.
 EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t num_blocks, int64_t row) {
-  int64_t first = 0, num_left = num_blocks;  // the blocks in which to search
+  int64_t first = 0, num_left = num_blocks;  // search in [first, first + num_left)
   while (num_left > 1) {
     const int64_t half = num_left / 2;
     // A bit mask instead of a branch, which would be unpredictable.
@@ -71,9 +74,9 @@ struct RoutedId {
 };
 
 // Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
-// one. With kByKey an id keeps its number. By range, it is counted from the first row of its block;
-// -1, and any id of an empty table, goes to block 0 as -1. An id that kByRangeElseSpread spreads
-// goes to block id % num_blocks as id / num_blocks.
+// one. With kByKey an id is unchanged. By range, it is counted from the first row of its block; -1,
+// and any id of an empty table, goes to block 0 as -1. With kByRangeElseSpread an id of num_rows or
+// more goes to block id % num_blocks as id / num_blocks.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.num_rows) {
@@ -86,23 +89,26 @@ EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, 
   return {block, row == id ? row - blocks[block].first_row : id};
 }
 
-// A row of the tensor `targets`: a matrix [num_rows, width] in the flat output. It begins at
-// element `offset`, and its rows are `stride` elements apart. It is the sum of pieces [first_piece,
-// end_piece), 0 if there are none. If `first_bag` is not negative, row i is divided by
-// max(lengths[first_bag + i], 1).
+// A row of the tensor `targets`: a matrix [num_rows, width] in the flat output. It is the sum of
+// pieces [first_piece, end_piece), 0 if there are none.
 struct Target {
-  int64_t offset, stride, num_rows, width, first_piece, end_piece, first_bag;
+  int64_t offset;                  // first element in the output
+  int64_t stride;                  // number of elements between rows
+  int64_t num_rows, width;         // number of rows, and of columns
+  int64_t first_piece, end_piece;  // in the tensor `pieces`
+  int64_t first_bag;  // row i is divided by max(lengths[first_bag + i], 1); negative: not divided
 };
 
-// A row of the tensor `pieces`: a matrix in the flat source, as wide as its target, which begins at
-// element `offset` and has rows `stride` elements apart. If `first_row` is negative, row i of the
-// target adds row i of the piece. Otherwise it adds row rows[first_row + i] of the piece, or
-// nothing if that number is negative.
+// A row of the tensor `pieces`: a matrix in the flat source, as wide as its target.
 struct SourcePiece {
-  int64_t offset, stride, first_row;
+  int64_t offset;  // first element in the source
+  int64_t stride;  // number of elements between rows
+  // Row i of the target adds row rows[first_row + i] of the piece, nothing if that number is
+  // negative. If first_row itself is negative, it adds row i of the piece.
+  int64_t first_row;
 };
 
-// Columns of the tensors whose rows are the structs above.
+// Numbers of columns of the tensors whose rows are the structs above.
 inline constexpr int kRouteFeatureColumns = 4, kRouteBlockColumns = 3, kTargetColumns = 7,
                      kPieceColumns = 3;
 static_assert(sizeof(RouteFeature) == kRouteFeatureColumns * sizeof(int64_t));
@@ -110,18 +116,19 @@ static_assert(sizeof(RouteBlock) == kRouteBlockColumns * sizeof(int64_t));
 static_assert(sizeof(Target) == kTargetColumns * sizeof(int64_t));
 static_assert(sizeof(SourcePiece) == kPieceColumns * sizeof(int64_t));
 
-// Numbers of RouteArgs::scratch per block: WriteCursors has three arrays there.
+// Entries of RouteArgs::scratch per block: the three arrays of WriteCursors (route_kernels.cpp).
 inline constexpr int64_t kRouteScratchPerBlock = 3;
 
-// The arguments of the CPU kernels that count and move the ids of a range of bags.
+// The arguments of the CPU kernels of `route_lengths` and `route_ids`, which count and move the ids
+// of a range of bags.
 struct RouteArgs {
   Routing routing;  // its contents have been checked
   const void* ids;  // [L]
   Bags bags;        // of the batch
-  // An output of the dtype of `ids`. `count` writes the length of each output bag, and `move` the
-  // ids, [num_output_ids].
+  // An output of the dtype of `ids`, uninitialised. `count` writes the number of ids of each output
+  // bag, [units[num_units]], and `move` the ids, [num_output_ids].
   void* out;
-  // Memory of this thread alone: kRouteScratchPerBlock numbers per block of the feature with the
+  // Memory for this call alone: kRouteScratchPerBlock entries per block of the feature with the
   // most blocks.
   int64_t* scratch;
   // The members below are used by `move` only.
@@ -137,13 +144,14 @@ struct RouteArgs {
 // Then the outputs are incomplete, but nothing outside of them is written.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
-// The CPU kernels of `route_lengths` and `route_ids`. Calls for disjoint ranges may run at once.
+// The CPU kernels: `count` of route_lengths, `move` of route_ids. Calls for disjoint ranges may run
+// at once.
 struct RouteTable {
-  RouteFn count[2], move[2];  // [ids are int64]
+  RouteFn count[2], move[2];  // the index is 1 if ids are int64, 0 if they are int32
 };
 
-// The part of a flat source that is in a separate tensor, `local`: its elements [begin, end), none
-// if begin = end. The tensor of the source has the other elements, without a gap.
+// The part of a flat source that is in a separate tensor, `local`: elements [begin, end) of the
+// source, none if begin = end. The tensor of the source has the other elements, without a gap.
 struct LocalPart {
   void* data;  // the memory of `local`, of the dtype of the source
   int64_t begin, end;
@@ -156,7 +164,8 @@ struct LocalPart {
     return size() == 0 ? 0 : int{offset >= begin} + int{offset >= end};
   }
 
-  // Return the address of element `offset` of the source; `source` is the tensor of the source.
+  // Return the address of element `offset` of the source. `source` is the memory of the tensor of
+  // the source, which has the elements outside of `local`.
   template <class T>
   EMB_HD T* address(T* source, int64_t offset) const {
     const int offset_section = section(offset);
@@ -173,8 +182,8 @@ struct CombineArgs {
   LocalPart local;            // the local part of the source, or of its gradient
   const SourcePiece* pieces;  // of all targets
   IndexArray lengths;         // of bags, read for targets with a first_bag
-  const int32_t* rows;        // rows of pieces, read for pieces with a first_row
-  float scale;                // factor of every element
+  const int32_t* rows;        // row numbers, read for pieces with a first_row
+  float scale;                // factor of every sum, or of every gradient
 };
 
 // combine: write rows [begin, end) of a target. combine_backward: write the gradient of each piece

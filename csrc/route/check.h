@@ -1,7 +1,8 @@
-// Checks of the routing ops. The constructors below, for the CPU and the GPU, throw unless the
-// dtypes, shapes and devices of tensors are right. The functions after them, for the CPU, check the
-// contents of layouts; GPU kernels skip entries that lie outside the tensors. `op` is the name of
-// the op, for the message of the error.
+// Checks of the routing ops, in two parts. The structs, for the CPU and the GPU, have constructors
+// that throw unless the dtypes, shapes and devices of tensors are right; they do not read contents.
+// The functions after them, for the CPU only, check the contents of layouts; GPU kernels skip
+// entries that lie outside the tensors instead. `op` is the name of the op, for the message of the
+// error.
 #pragma once
 
 #include <algorithm>
@@ -70,10 +71,10 @@ struct RouteInputs {
   Bags bags() const { return {index_array(offsets), offsets.numel() - 1, ids.numel()}; }
 };
 
-// The weights of ids, float32 [L], if there are any. The constructor also checks the dtype and
-// device of `starts`, and that `total` is not negative.
+// The weights of ids, if there are any. The constructor also checks the dtype and device of
+// `starts`, and that `total` is not negative.
 struct RouteWeights {
-  Tensor tensor;                // owns the memory of `data`; the ids without weights
+  Tensor tensor;                // owns the memory of `data`; without weights it is the ids
   const float* data = nullptr;  // [L], null only without weights
 
   RouteWeights(const char* op, const RouteInputs& in, const Tensor& starts, int64_t total,
@@ -93,7 +94,7 @@ struct RouteWeights {
 // [segments + 1], order int64 [M].
 struct SegmentInputs {
   Tensor values, starts, order;
-  int64_t row_nbytes = 0;  // bytes per row of `values`
+  int64_t row_bytes = 0;  // bytes per row of `values`
 
   SegmentInputs(const char* op, const Tensor& values_in, const Tensor& starts_in,
                 const Tensor& order_in, int64_t total)
@@ -107,8 +108,8 @@ struct SegmentInputs {
     STD_TORCH_CHECK(starts.numel() >= 1, op,
                     ": starts must have one entry more than there are segments, got none");
     STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
-    row_nbytes = static_cast<int64_t>(values.element_size());
-    for (int64_t d = 1; d < values.dim(); ++d) row_nbytes *= values.size(d);
+    row_bytes = static_cast<int64_t>(values.element_size());
+    for (int64_t d = 1; d < values.dim(); ++d) row_bytes *= values.size(d);
   }
 
   // Allocate the output, [total, ..] of the dtype of `values`.
@@ -154,9 +155,9 @@ struct CombineInputs {
     num_pieces = piece_rows.size(0);
   }
 
-  // Set the local part: `tensor`, flat and contiguous, has the elements of the source from `begin`
-  // on. num_outside elements are outside of it, and `dtype` is the dtype of the source. Without a
-  // tensor no element is local, and `begin` must be 0.
+  // Set `local`: `tensor`, flat and contiguous, has the elements of the source from `begin` on.
+  // num_outside is the number of elements of the source outside of it, and `dtype` is the dtype of
+  // the source. Without a tensor no element is local, and `begin` must be 0.
   void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                  int64_t num_outside, ScalarType dtype) {
     if (!tensor) {
@@ -176,8 +177,8 @@ struct CombineInputs {
     local = {data, begin, begin + tensor->numel()};
   }
 
-  // Do what set_local does, given the number of elements of the source with its local part. Return
-  // the number of elements outside of the local part.
+  // Do what set_local does; source_numel is the number of elements of the source with its local
+  // part. Return the number of elements outside of the local part.
   int64_t set_local_of_source(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                               int64_t source_numel, ScalarType dtype) {
     STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ",
@@ -313,8 +314,8 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
 
 // Check the contents of targets and pieces: they must lie inside the output of `out_numel` elements
 // and the source of `source_numel` elements, and targets must have as many elements as the output.
-// Targets, and in combine_backward pieces, must not overlap, because that would be a data race;
-// this is not checked.
+// It is not checked that targets, and in combine_backward pieces, do not overlap; overlaps would be
+// data races.
 inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
                           int64_t source_numel) {
   int64_t num_covered = 0;

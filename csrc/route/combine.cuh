@@ -1,7 +1,7 @@
-// `combine` on the GPU, and its adjoint `combine_backward`, which *spreads* gradients. The second
-// dimension of the grid is over targets, the first over their rows. A group of 4 to 32 lanes
-// processes a row, four columns per lane at a time. Layouts are on the device and have not been
-// checked: rows of targets and pieces that lie outside the tensors are skipped.
+// `combine` on the GPU, and its adjoint `combine_backward`. Dimension y of the grid is over
+// targets, dimension x over their rows. A group of 4 to 32 lanes processes a row, four columns per
+// lane at a time. Layouts are on the device and have not been checked: rows of targets and pieces
+// that lie outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -26,10 +26,10 @@ struct DeviceCombine {
   int64_t num_lengths;
   const int32_t* rows;  // [num_rows], read for pieces with a first_row
   int64_t num_rows;
-  float scale;  // factor of all sums
-  const void* in;
-  void* out;
-  LocalPart local;                  // of the source
+  float scale;      // factor of every sum, or of every gradient
+  const void* in;   // forward: the source without `local`; backward: [out_numel]
+  void* out;        // forward: [out_numel]; backward: the gradient of the source without `local`
+  LocalPart local;  // the local part of the source, or of its gradient
   int64_t source_numel, out_numel;  // elements of the source (`local` included) and of the output
 };
 
@@ -62,7 +62,8 @@ EMB_DEVICE int64_t piece_begin(const DeviceCombine& args, const SourcePiece& pie
 }
 
 // Call `body(target, row, group)` for the rows of all targets that lie inside the output; `group`
-// is the group of lanes that processes the row.
+// is the group of lanes that processes the row, each of which calls `body`. All threads of the
+// grid, in blocks of kCombineThreads, must call this.
 template <class Body>
 EMB_DEVICE void for_target_rows(const DeviceCombine& args, const Body& body) {
   for (int64_t t = blockIdx.y; t < args.num_targets; t += gridDim.y) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
 // Elements of the source that no piece names are not written.
 template <class In, class Out>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
-    spread_kernel(DeviceCombine args) {
+    combine_backward_kernel(DeviceCombine args) {
   for_target_rows(args, [&](const Target& target, int64_t row, const LaneGroup& group) {
     const float divisor = combine_divisor(args, target, row);
     const In* grad = static_cast<const In*>(args.in) + target.offset + row * target.stride;
@@ -139,10 +140,11 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
 }
 
 // `combine`, or its adjoint.
-enum class Direction { kCombine, kSpread };
+enum class CombineDirection { kForward, kBackward };
 
-// Launch for an input of dtype In; `out_type` is the dtype of args.out.
-template <Direction kDirection, class In, class Launcher>
+// Launch the kernel for an input of dtype In; `out_type` is the dtype of args.out. There must be at
+// least one target.
+template <CombineDirection kDirection, class In, class Launcher>
 void launch_combine_from(const Launcher& launcher, const DeviceCombine& args, Dtype out_type) {
   // A thread has about four accesses, so that a block is worth its start (not measured).
   constexpr int64_t kElementsPerBlock = kCombineThreads * kCombineColumns * 4;
@@ -154,23 +156,23 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& args, Dt
   grid.x = blocks_for(elements_per_target, kElementsPerBlock, max_blocks);
   grid.y = grid_targets;
   grid.z = 1;
-  constexpr bool kForward = kDirection == Direction::kCombine;
+  constexpr bool kIsForward = kDirection == CombineDirection::kForward;
   if (out_type == Dtype::kFloat) {
-    launcher(kForward ? combine_kernel<In, float> : spread_kernel<In, float>, grid, kCombineThreads,
-             args);
+    launcher(kIsForward ? combine_kernel<In, float> : combine_backward_kernel<In, float>, grid,
+             kCombineThreads, args);
   } else if (out_type == Dtype::kHalf) {
-    launcher(kForward ? combine_kernel<In, half16> : spread_kernel<In, half16>, grid,
+    launcher(kIsForward ? combine_kernel<In, half16> : combine_backward_kernel<In, half16>, grid,
              kCombineThreads, args);
   } else {
-    launcher(kForward ? combine_kernel<In, bfloat16> : spread_kernel<In, bfloat16>, grid,
-             kCombineThreads, args);
+    launcher(kIsForward ? combine_kernel<In, bfloat16> : combine_backward_kernel<In, bfloat16>,
+             grid, kCombineThreads, args);
   }
 }
 
 // Launch `combine`, or its adjoint. `in_type` and `out_type` are the dtypes of args.in and
-// args.out. For the adjoint, args.out and args.local must be zeros before, unless pieces name every
-// element of the source. Does not wait for the device.
-template <Direction kDirection, class Launcher>
+// args.out. For the adjoint, the caller must fill args.out and args.local with zeros before, unless
+// pieces name every element of the source. Does not wait for the device.
+template <CombineDirection kDirection, class Launcher>
 void launch_combine(const Launcher& launcher, const DeviceCombine& args, Dtype in_type,
                     Dtype out_type) {
   if (args.num_targets == 0) return;

@@ -136,8 +136,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 // Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
 // the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. The
 // gradient of an element in no piece is 0. Pieces must not overlap; this is not checked.
-Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
-              double scale, std::optional<Tensor> local, int64_t local_begin) {
+Tensor source_gradient(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
+                       double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype out_type = float_dtype(op, "dtype", dtype);
   const int64_t num_outside = in.set_local_of_source(op, local, local_begin, source_numel, dtype);
@@ -174,7 +174,7 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
                         int64_t source_numel, ScalarType dtype, double scale) {
   const char* op = "combine_backward";
   CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
-  return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
+  return source_gradient(op, in, source_numel, dtype, scale, std::nullopt, 0);
 }
 
 // Compute the gradient of a source of source_numel elements in all. Write its local part to
@@ -185,7 +185,7 @@ Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {
   const char* op = "combine_backward_";
   CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
-  return spread(op, in, source_numel, local.scalar_type(), scale, local, local_begin);
+  return source_gradient(op, in, source_numel, local.scalar_type(), scale, local, local_begin);
 }
 
 }  // namespace

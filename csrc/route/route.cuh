@@ -1,9 +1,9 @@
-// Counting and moving ids on the GPU. If bags are short on average, a lane processes each bag of up
-// to kShortBag ids. A warp processes any other bag, 32 ids at a time: a match instruction finds the
-// lanes whose ids go to the same block, and the first of these lanes counts for all. No two threads
-// change the count of one output bag at a time, so that no atomics are needed and ids keep their
-// order. Layouts are on the device and have not been checked: entries that lie outside the tensors
-// are skipped.
+// `route_lengths` and `route_ids` on the GPU: counting and moving ids. If bags are short on
+// average, a lane processes each bag of up to kShortBag ids. A warp processes any other bag, 32 ids
+// at a time: a match instruction finds the lanes whose ids go to the same block, and the first of
+// these lanes counts for all. No two threads change the count of one output bag at a time, so that
+// no atomics are needed and ids keep their order. Layouts are on the device and have not been
+// checked: entries that lie outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -24,17 +24,19 @@ struct DeviceRoute {
   Routing routing;
   const void* ids;  // [L]
   Bags bags;        // of the batch
-  void* out;  // of the dtype of ids: [num_output_bags] lengths, 0 before; or [num_output_ids] ids
-  int64_t num_output_bags;  // output bags
-  // The other members are read by the move only.
-  IndexArray starts;  // [num_output_bags + 1] sums of the lengths
-  int64_t num_output_ids;
-  int64_t*
-      positions;  // [num_output_ids], an output: the position in `ids` of each id of the output
-  const float* weights;  // [L], or null
-  float* out_weights;    // [num_output_ids], an output, unless `weights` is null
-  int32_t*
-      num_moved;  // [num_output_bags], 0 before: ids moved so far to each output bag of a copy 0
+  // An output of the dtype of `ids`: the lengths, [num_output_bags], which the caller fills with
+  // zeros, or the moved ids, [num_output_ids].
+  void* out;
+  int64_t num_output_bags;
+  // The other members are used by the move only.
+  IndexArray starts;       // [num_output_bags + 1], sums of the lengths
+  int64_t num_output_ids;  // the last of `starts`
+  int64_t* positions;      // [num_output_ids], an output: the position in `ids` of each output id
+  const float* weights;    // [L], or null
+  float* out_weights;      // [num_output_ids], an output; not used if `weights` is null
+  // Scratch [num_output_bags], which the caller fills with zeros: the number of ids that have been
+  // moved to each output bag. Only the bags of the first copy of a block are counted.
+  int32_t* moved_counts;
 };
 
 // Return the last feature whose bags begin at or before `bag`, 0 if there is none. There must be at
@@ -52,11 +54,11 @@ EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   return low;
 }
 
-// A bag of the batch and its feature.
+// A bag of the batch, its feature, and the blocks of the feature.
 struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;  // of the feature
-  int64_t bag_in_feature;    // index of the bag among those of the feature
+  int64_t bag_in_feature;    // number of the bag among those of the feature
   // Whether the feature has the bag and a block, its blocks are in range, and its num_rows is not
   // negative. If it is false, the bag is skipped.
   bool is_valid;
@@ -165,7 +167,7 @@ struct MoveIds {
       const int64_t num_copies = route.num_copies(args.routing, routed.block);
       const int64_t first_output_bag =
           num_copies > 0 ? route.output_bag(args, routed.block, 0) : -1;
-      const int num_moved = first_output_bag >= 0 ? args.num_moved[first_output_bag]++ : 0;
+      const int num_moved = first_output_bag >= 0 ? args.moved_counts[first_output_bag]++ : 0;
       write_id(args, route, routed, num_copies, first_output_bag, num_moved, i);
     }
   }
@@ -185,8 +187,8 @@ struct MoveIds {
           num_copies > 0 ? route.output_bag(args, routed.block, 0) : -1;
       int num_moved = 0;
       if (first_output_bag >= 0 && peers.is_leader()) {
-        num_moved = args.num_moved[first_output_bag];
-        args.num_moved[first_output_bag] = num_moved + peers.num_lanes();
+        num_moved = args.moved_counts[first_output_bag];
+        args.moved_counts[first_output_bag] = num_moved + peers.num_lanes();
       }
       num_moved = __shfl_sync(simt::kFullMask, num_moved, peers.leader) + peers.rank;
       write_id(args, route, routed, num_copies, first_output_bag, num_moved, i + lane);
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
 }
 
 // Write the ids of every bag to args.out, from args.starts on; also args.positions and, with
-// weights, args.out_weights. args.num_moved must be 0 before.
+// weights, args.out_weights. args.moved_counts must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
     route_move_kernel(DeviceRoute args, int bags_per_warp) {
@@ -281,7 +283,8 @@ void launch_route_count(const Launcher& launcher, const DeviceRoute& args, bool 
                    args);
 }
 
-// Move the ids of all bags; args.num_moved must be 0 before. `is_int64`: ids are int64, else int32.
+// Move the ids of all bags; args.moved_counts must be 0 before. `is_int64`: ids are int64, else
+// int32.
 template <class Launcher>
 void launch_route_move(const Launcher& launcher, const DeviceRoute& args, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_move_kernel<int64_t> : route_move_kernel<int32_t>,

@@ -65,8 +65,8 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   Tensor out_weights =
       allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
   const int64_t num_output_bags = start_tensor.numel() - 1;
-  Tensor num_moved = allocate(in.ids, {num_output_bags}, ScalarType::Int);
-  torch::stable::zero_(num_moved);
+  Tensor moved_counts = allocate(in.ids, {num_output_bags}, ScalarType::Int);
+  torch::stable::zero_(moved_counts);
   DeviceRoute route = device_route(in, num_output_bags);
   route.out = out.mutable_data_ptr();
   route.starts = index_array(start_tensor);
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   route.positions = positions.mutable_data_ptr<int64_t>();
   route.weights = route_weights.data;
   route.out_weights = out_weights.mutable_data_ptr<float>();
-  route.num_moved = num_moved.mutable_data_ptr<int32_t>();
+  route.moved_counts = moved_counts.mutable_data_ptr<int32_t>();
   launch_route_move(launcher, route, in.id_array().is_int64);
   return {out, positions, out_weights};
 }
@@ -87,19 +87,23 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
                        int64_t total) {
   const char* op = "gather_segments";
   const SegmentInputs in(op, values, starts, order, total);
-  const int64_t num_wanted = in.order.numel(), num_tiles = num_scan_tiles(num_wanted);
-  STD_TORCH_CHECK(num_wanted <= kMaxLookups, op, ": at most ", kMaxLookups,
-                  " segments per call, got ", num_wanted);
+  const int64_t num_output_segments = in.order.numel(),
+                num_tiles = num_scan_tiles(num_output_segments);
+  STD_TORCH_CHECK(num_output_segments <= kMaxLookups, op, ": at most ", kMaxLookups,
+                  " segments per call, got ", num_output_segments);
   const CudaLauncher launcher(in.values);
   Tensor out = in.new_output(total);
-  Tensor scratch = allocate(in.values, {num_wanted + num_tiles + 1}, ScalarType::Long);
+  Tensor scratch = allocate(in.values, {num_output_segments + num_tiles + 1}, ScalarType::Long);
   int64_t* sums_in_tile = scratch.mutable_data_ptr<int64_t>();
-  const Segments segments{index_array(in.starts),   in.order.const_data_ptr<int64_t>(),
-                          in.starts.numel() - 1,    num_wanted,
-                          in.values.size(0),        sums_in_tile,
-                          sums_in_tile + num_wanted};
+  const Segments segments{index_array(in.starts),
+                          in.order.const_data_ptr<int64_t>(),
+                          in.starts.numel() - 1,
+                          num_output_segments,
+                          in.values.size(0),
+                          sums_in_tile,
+                          sums_in_tile + num_output_segments};
   launch_gather_segments(launcher, segments, in.values.const_data_ptr(), out.mutable_data_ptr(),
-                         total, in.row_nbytes);
+                         total, in.row_bytes);
   return out;
 }
 
@@ -142,15 +146,15 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   DeviceCombine args = device_combine(in, out, scale);
   args.source_numel = in.flat.numel() + in.local.size();
   args.out_numel = out_numel;
-  launch_combine<Direction::kCombine>(launcher, args, in_type, out_type);
+  launch_combine<CombineDirection::kForward>(launcher, args, in_type, out_type);
   return out;
 }
 
 // Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
 // the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. The
 // gradient of an element in no piece is 0. Pieces must not overlap; this is not checked.
-Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
-              double scale, std::optional<Tensor> local, int64_t local_begin) {
+Tensor source_gradient(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
+                       double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype out_type = float_dtype(op, "dtype", dtype);
   const int64_t num_outside = in.set_local_of_source(op, local, local_begin, source_numel, dtype);
@@ -161,7 +165,7 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   DeviceCombine args = device_combine(in, out, scale);
   args.source_numel = source_numel;
   args.out_numel = in.flat.numel();
-  launch_combine<Direction::kSpread>(launcher, args, in_type, out_type);
+  launch_combine<CombineDirection::kBackward>(launcher, args, in_type, out_type);
   return out;
 }
 
@@ -172,7 +176,7 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
                         int64_t source_numel, ScalarType dtype, double scale) {
   const char* op = "combine_backward";
   CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
-  return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
+  return source_gradient(op, in, source_numel, dtype, scale, std::nullopt, 0);
 }
 
 // Compute the gradient of a source of source_numel elements in all. Write its local part to
@@ -183,7 +187,7 @@ Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {
   const char* op = "combine_backward_";
   CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
-  return spread(op, in, source_numel, local.scalar_type(), scale, local, local_begin);
+  return source_gradient(op, in, source_numel, local.scalar_type(), scale, local, local_begin);
 }
 
 }  // namespace

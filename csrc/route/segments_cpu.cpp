@@ -25,13 +25,13 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   }
 }
 
-// Write the first output row of each wanted segment to `first_rows`, [num_wanted + 1], and to its
-// last entry the number of output rows. `order`, [num_wanted], names the segments. Throws unless
-// they exist, lie in the `num_rows` rows of the values, and have no negative length.
+// Write the first output row of each output segment to `first_rows`, [num_output_segments + 1], and
+// to its last entry the number of output rows. `order`, [num_output_segments], names the segments.
+// Throws unless they exist, lie in the `num_rows` rows of the values, and have no negative length.
 void write_first_rows(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
-                      int64_t num_wanted, int64_t num_rows, int64_t* first_rows) {
+                      int64_t num_output_segments, int64_t num_rows, int64_t* first_rows) {
   int64_t num_rows_before = 0;
-  for (int64_t m = 0; m < num_wanted; ++m) {
+  for (int64_t m = 0; m < num_output_segments; ++m) {
     const int64_t s = order[m];
     STD_TORCH_CHECK(s >= 0 && s < num_segments, op, ": order must name segments in [0, ",
                     num_segments, "), got ", s);
@@ -42,7 +42,7 @@ void write_first_rows(const char* op, IndexArray starts, int64_t num_segments, c
     first_rows[m] = num_rows_before;
     num_rows_before += end - begin;
   }
-  first_rows[num_wanted] = num_rows_before;
+  first_rows[num_output_segments] = num_rows_before;
 }
 
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
@@ -54,20 +54,21 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   const SegmentInputs in(op, values, starts, order, total);
   const IndexArray start_array = index_array(in.starts);
   const int64_t* segments = in.order.const_data_ptr<int64_t>();
-  const int64_t num_wanted = in.order.numel();
-  const std::unique_ptr<int64_t[]> first_rows(new int64_t[num_wanted + 1]);
-  write_first_rows(op, start_array, in.starts.numel() - 1, segments, num_wanted, in.values.size(0),
-                   first_rows.get());
-  STD_TORCH_CHECK(first_rows[num_wanted] == total, op,
-                  ": total must be the rows of all segments of order, ", first_rows[num_wanted],
-                  ", got ", total);
+  const int64_t num_output_segments = in.order.numel();
+  const std::unique_ptr<int64_t[]> first_rows(new int64_t[num_output_segments + 1]);
+  write_first_rows(op, start_array, in.starts.numel() - 1, segments, num_output_segments,
+                   in.values.size(0), first_rows.get());
+  STD_TORCH_CHECK(first_rows[num_output_segments] == total, op,
+                  ": total must be the rows of all segments of order, ",
+                  first_rows[num_output_segments], ", got ", total);
   Tensor out = in.new_output(total);
   const char* source = static_cast<const char*>(in.values.const_data_ptr());
   char* target = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t row_bytes = in.row_nbytes;
+  const int64_t row_bytes = in.row_bytes;
   const auto copy_rows = [&](int64_t begin, int64_t end) {
-    int64_t m = std::upper_bound(first_rows.get(), first_rows.get() + num_wanted + 1, begin) -
-                first_rows.get() - 1;
+    int64_t m =
+        std::upper_bound(first_rows.get(), first_rows.get() + num_output_segments + 1, begin) -
+        first_rows.get() - 1;
     for (int64_t row = begin; row < end; ++m) {
       const int64_t num_skipped = row - first_rows[m], n = std::min(end, first_rows[m + 1]) - row;
       copy_bytes(target + row * row_bytes,

@@ -111,7 +111,7 @@ void group_all_tables(const Feature* features, const FeatureBags& feature_bags, 
   const int64_t num_bags = static_cast<int64_t>(offsets.size()) - 1;
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
-  const int64_t num_parts = group_parts(n);
+  const int64_t num_parts = num_group_parts(n);
   // The first bag and the first lookup of each part.
   std::vector<int64_t> part_bags(num_parts + 1), part_begins(num_parts + 1);
   const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };  // of all bags before it

@@ -25,7 +25,7 @@ SmallGroupPlan plan_small_batch(const CudaLauncher& launcher, const GroupInput& 
       needs_wide_keys(batch.total_rows)) {
     return {};
   }
-  return plan_small_group(batch.bags.num_lookups, max_small_cluster<SmallLookups>(launcher));
+  return plan_small_group(batch.bags.num_lookups, max_small_cluster_blocks<SmallLookups>(launcher));
 }
 
 // Return the source of the keys. The bag of each lookup is written to `bag_of`, [L], unless that is

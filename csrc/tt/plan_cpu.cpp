@@ -116,7 +116,7 @@ void write_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& 
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
   const int64_t num_rows = keys.count;
-  std::vector<int64_t> part_begins(group_parts(num_rows) + 1);
+  std::vector<int64_t> part_begins(num_group_parts(num_rows) + 1);
   const int64_t num_parts = static_cast<int64_t>(part_begins.size()) - 1;
   for (int64_t part = 0; part <= num_parts; ++part) {
     part_begins[part] = num_rows * part / num_parts;

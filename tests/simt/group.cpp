@@ -13,7 +13,7 @@ bool group_small(const Source& source, int64_t n, int64_t max_cluster_blocks,
                  const SmallGroupArgs& args) {
   const simt::HostLauncher launcher{static_cast<unsigned>(max_cluster_blocks)};
   if (max_cluster_blocks == 0) return false;
-  const auto plan = plan_small_group(n, max_small_cluster<Source>(launcher));
+  const auto plan = plan_small_group(n, max_small_cluster_blocks<Source>(launcher));
   if (plan.items_per_thread == 0) return false;
   launch_small_group(launcher, plan, source, args);
   return true;
@@ -57,7 +57,7 @@ extern "C" const char* simt_group(const int64_t* call) {
     out.num_groups = words.pointer<int32_t>();
     if (wide == 0) {
       const auto args = small_group_args(n, static_cast<uint32_t>(num_keys), permutation, out);
-      if (group_small(GivenKeys{keys}, n, max_cluster_blocks, args)) return;
+      if (group_small(KeyArray{keys}, n, max_cluster_blocks, args)) return;
     }
     const auto make = [&](const auto& sort) {
       if (n > 0) launch_keys(launcher, keys, sort);

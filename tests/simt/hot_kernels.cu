@@ -47,9 +47,9 @@ template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, BatchCheck,
                                                       SortBuffers<uint32_t>);
 template __global__ void count_groups_kernel<uint32_t>(SortBuffers<uint32_t>);
 template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, DeviceGroupOutput);
-template __global__ void small_group_kernel<GivenKeys, 1>(GivenKeys, SmallGroupArgs);
-template __global__ void small_group_kernel<GivenKeys, 2>(GivenKeys, SmallGroupArgs);
-template __global__ void small_group_kernel<GivenKeys, 4>(GivenKeys, SmallGroupArgs);
+template __global__ void small_group_kernel<KeyArray, 1>(KeyArray, SmallGroupArgs);
+template __global__ void small_group_kernel<KeyArray, 2>(KeyArray, SmallGroupArgs);
+template __global__ void small_group_kernel<KeyArray, 4>(KeyArray, SmallGroupArgs);
 template __global__ void small_group_kernel<SmallLookups, 1>(SmallLookups, SmallGroupArgs);
 template __global__ void small_group_kernel<SmallLookups, 2>(SmallLookups, SmallGroupArgs);
 template __global__ void small_group_kernel<SmallLookups, 4>(SmallLookups, SmallGroupArgs);

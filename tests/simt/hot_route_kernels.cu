@@ -13,8 +13,8 @@ template __global__ void route_move_kernel<int64_t>(DeviceRoute, int);
 template __global__ void combine_kernel<float, float>(DeviceCombine);
 template __global__ void combine_kernel<half16, float>(DeviceCombine);
 template __global__ void combine_kernel<bfloat16, float>(DeviceCombine);
-template __global__ void spread_kernel<float, float>(DeviceCombine);
-template __global__ void spread_kernel<float, half16>(DeviceCombine);
+template __global__ void combine_backward_kernel<float, float>(DeviceCombine);
+template __global__ void combine_backward_kernel<float, half16>(DeviceCombine);
 template __global__ void segment_copy_kernel<simt::Pack16>(Segments, const simt::Pack16*,
                                                            simt::Pack16*, int64_t, int64_t);
 template __global__ void segment_copy_kernel<uint64_t>(Segments, const uint64_t*, uint64_t*,

@@ -58,13 +58,13 @@ extern "C" const char* simt_route_ids(const int64_t* call) {
     route.positions = words.pointer<int64_t>();
     route.weights = words.pointer<const float>();
     route.out_weights = words.pointer<float>();
-    route.num_moved = words.pointer<int32_t>();
+    route.moved_counts = words.pointer<int32_t>();
     launch_route_move(launcher, route, is_int64);
   });
 }
 
-// starts, order, number of segments, number of wanted ones, rows, sums, tiles, values, out, total,
-// bytes
+// starts, order, number of segments, number of output segments, rows, sums, tiles, values, out,
+// total, bytes
 extern "C" const char* simt_gather_segments(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -72,7 +72,7 @@ extern "C" const char* simt_gather_segments(const int64_t* call) {
     segments.starts = words.indices();
     segments.order = words.pointer<const int64_t>();
     segments.num_segments = words.number();
-    segments.num_wanted = words.number();
+    segments.num_output_segments = words.number();
     segments.num_rows = words.number();
     segments.sums_in_tile = words.pointer<int64_t>();
     segments.rows_before_tile = words.pointer<int64_t>();
@@ -110,9 +110,9 @@ extern "C" const char* simt_combine(const int64_t* call) {
     work.source_numel = words.number();
     work.out_numel = words.number();
     if (forward) {
-      launch_combine<Direction::kCombine>(launcher, work, from, to);
+      launch_combine<CombineDirection::kForward>(launcher, work, from, to);
     } else {
-      launch_combine<Direction::kSpread>(launcher, work, from, to);
+      launch_combine<CombineDirection::kBackward>(launcher, work, from, to);
     }
   });
 }
