@@ -679,6 +679,9 @@ def test_losses_of_ones_own() -> None:
         ({"budget": 0}, ValueError, "budget"),
         ({"methods": "bf16"}, ValueError, "methods must be a list of bf16"),
         ({"methods": ["robe"]}, ValueError, "methods must be a list of bf16"),
+        ({"methods": 3}, ValueError, "methods must be a list of bf16"),
+        ({"losses": {"narrow": 3}}, ValueError, "must be pairs"),
+        ({"losses": {"narrow": [1, 2]}}, ValueError, "must be pairs"),
         ({"serving": 16}, ValueError, "serving must be None, 8 or 4"),
         (
             {"importance": {"t9": 1.0}},

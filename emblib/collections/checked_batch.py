@@ -85,11 +85,13 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
 def _cover_ids(id_bounds: list[int], num_ids: int) -> bool:
     """Return whether bounds of features cover `num_ids` ids in order, or a graph has no numbers."""
     if torch.compiler.is_compiling():
-        holds = torch.fx.experimental.symbolic_shapes.guard_or_true  # Dynamo has imported it
+        is_known_true = (
+            torch.fx.experimental.symbolic_shapes.guard_or_true
+        )  # Dynamo has imported it
         return (
-            holds(id_bounds[0] == 0)
-            and holds(id_bounds[-1] == num_ids)
-            and all(holds(begin <= end) for begin, end in pairwise(id_bounds))
+            is_known_true(id_bounds[0] == 0)
+            and is_known_true(id_bounds[-1] == num_ids)
+            and all(is_known_true(begin <= end) for begin, end in pairwise(id_bounds))
         )
     return id_bounds[0] == 0 and id_bounds[-1] == num_ids and id_bounds == sorted(id_bounds)
 
@@ -114,12 +116,12 @@ def _repair(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
                 "the ids before it (are they offsets, not lengths?)"
             )
     if last_offset != num_ids and is_reported:
-        text = _LENGTHS_MESSAGE.format(last_offset=last_offset, num_ids=num_ids)
+        message = _LENGTHS_MESSAGE.format(last_offset=last_offset, num_ids=num_ids)
         if check is BoundsCheck.FATAL or (last_offset < num_ids and len(batch.keys()) == 1):
-            raise RuntimeError(f"bounds_check: {text} (are they offsets, not lengths?)")
+            raise RuntimeError(f"bounds_check: {message} (are they offsets, not lengths?)")
         if not is_recomputation():
             warnings.warn(
-                f"emblib: {text}; offsets are clamped, and the last bag, of feature "
+                f"emblib: {message}; offsets are clamped, and the last bag, of feature "
                 f"{batch.keys()[-1]!r}, gets ids that no bag has (are they offsets, not lengths? "
                 "bounds_check=BoundsCheck.FATAL raises instead)",
                 stacklevel=caller_level(),
@@ -145,7 +147,7 @@ def _refuse_negative_lengths(batch: KeyedJaggedTensor) -> None:
         return
     bag = int(negative_bags[0])
     bag_ends = list(accumulate(batch.stride_per_key()))
-    feature_index = next(f for f, end in enumerate(bag_ends) if bag < end)
+    feature_index = next(index for index, end in enumerate(bag_ends) if bag < end)
     length = int(batch.offsets()[bag + 1] - batch.offsets()[bag])
     raise RuntimeError(
         f"bounds_check: lengths must be >= 0, got {length} for bag "

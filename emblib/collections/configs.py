@@ -141,11 +141,13 @@ class TableConfig:
             )
         if self.has_bounds and self.init_fn is not None:
             raise ValueError(f"{self.name!r} has init_fn and bounds of initial values; set one")
-        low, high = self.bounds
-        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        lower_bound, upper_bound = self.bounds
+        if not (
+            math.isfinite(lower_bound) and math.isfinite(upper_bound) and lower_bound <= upper_bound
+        ):
             raise ValueError(
                 f"weight_init_min and weight_init_max of {self.name!r} must be finite and in this "
-                f"order, got {low} and {high}"
+                f"order, got {lower_bound} and {upper_bound}"
             )
 
     @property
@@ -230,12 +232,12 @@ def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
         ValueError: two entries would have one name in the output.
     """
     feature_tables = [
-        (feature, t) for t, config in enumerate(configs) for feature in config.feature_names
+        (feature, table) for table, config in enumerate(configs) for feature in config.feature_names
     ]
-    num_reads = Counter(feature for feature, _ in feature_tables)
+    num_tables = Counter(feature for feature, _ in feature_tables)
     features = [
-        TableFeature(f, t, f if num_reads[f] == 1 else f"{f}@{configs[t].name}")
-        for f, t in feature_tables
+        TableFeature(key, table, key if num_tables[key] == 1 else f"{key}@{configs[table].name}")
+        for key, table in feature_tables
     ]
     for name, count in Counter(feature.name for feature in features).items():
         if count > 1:

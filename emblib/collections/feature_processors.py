@@ -65,19 +65,19 @@ class PositionWeightedModule(nn.Module):
             ValueError: a bag is longer than its feature has positions (checked on the CPU; on a GPU
                 torch checks it).
         """
-        result = dict(features)
+        weighted = dict(features)
         for feature, weights in self.position_weights.items():
-            if feature not in result:
+            if feature not in weighted:
                 raise KeyError(f"there is no feature {feature!r}; there are {list(features)}")
-            jagged = result[feature]
+            jagged = weighted[feature]
             lengths, offsets = jagged.lengths(), jagged.offsets()
             _check_lengths(feature, lengths, weights.numel())
             positions = _positions(offsets, lengths, jagged.values().shape[0])
             scale = weights.index_select(0, positions)
             batch_weights = jagged.weights_or_none()
             scale = scale if batch_weights is None else scale * batch_weights
-            result[feature] = JaggedTensor(jagged.values(), scale, lengths, offsets)
-        return result
+            weighted[feature] = JaggedTensor(jagged.values(), scale, lengths, offsets)
+        return weighted
 
 
 class PositionWeightedProcessor(PositionWeightedModule):
@@ -104,13 +104,13 @@ class PositionWeightedProcessor(PositionWeightedModule):
         if missing_keys:
             raise KeyError(f"there are no features {missing_keys}; there are {keys}")
         lengths_by_key = lengths.split(features.stride_per_key())
-        weight_offset_of = self._weight_offsets()
+        weight_offset_by_key = self._weight_offsets()
         # Per feature: the offset of its weights, and the factor of the position, 0 without weights.
         rules = []
-        for f, key in enumerate(keys):
+        for feature_index, key in enumerate(keys):
             max_length = self.max_feature_lengths.get(key, 0)
-            _check_lengths(key, lengths_by_key[f], max_length)
-            rules.append((weight_offset_of.get(key, 0), min(max_length, 1)))
+            _check_lengths(key, lengths_by_key[feature_index], max_length)
+            rules.append((weight_offset_by_key.get(key, 0), min(max_length, 1)))
         unit_weight = torch.ones(1, device=lengths.device)  # the weight of all other features
         all_weights = torch.cat([unit_weight, *self.position_weights.values()])
         num_ids = features.values().shape[0]
@@ -198,45 +198,47 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         """Return the batch with the weights that the feature processors compute."""
         processors: Any = self.feature_processors
         if not isinstance(processors, nn.ModuleDict):
-            processed: KeyedJaggedTensor = processors(features)
-            return processed
+            processed_batch: KeyedJaggedTensor = processors(features)
+            return processed_batch
         jagged_by_key = features.to_dict()
         # Padding before the first bag gets weights too.
         weights = [torch.ones(num_padding_of(features), device=features.device())]
         for key, jagged in jagged_by_key.items():
             if key in processors:
                 jagged = processors[key]({key: jagged})[key]
-            computed = jagged.weights_or_none()
+            computed_weights = jagged.weights_or_none()
             ones = torch.ones(jagged.values().shape[0], device=jagged.device())
-            weights.append(ones if computed is None else computed)
+            weights.append(ones if computed_weights is None else computed_weights)
         return _with_weights(features, torch.cat(weights))
 
 
 def _positions(offsets: Tensor, lengths: Tensor, num_ids: int) -> Tensor:
     """Return the position of each id in its bag, int64 `[L]`; 0 for padding."""
     starts = _repeat_per_id(offsets[:-1], lengths, offsets, num_ids)
-    index = torch.arange(num_ids, device=offsets.device)
-    return torch.where(index < offsets[:1], 0, index - starts)
+    indices = torch.arange(num_ids, device=offsets.device)
+    return torch.where(indices < offsets[:1], 0, indices - starts)
 
 
-def _repeat_per_id(per_bag: Tensor, lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
+def _repeat_per_id(bag_entries: Tensor, lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
     """Repeat the entries `[bags, ...]` of bags for their ids, `[L, ...]`; padding gets zeros.
 
     The host does not wait for a GPU: padding, before the first offset, counts as one more bag.
     """
-    entries = torch.cat([per_bag.new_zeros(1, *per_bag.shape[1:]), per_bag])
-    return entries.repeat_interleave(
+    entries_with_padding = torch.cat(
+        [bag_entries.new_zeros(1, *bag_entries.shape[1:]), bag_entries]
+    )
+    return entries_with_padding.repeat_interleave(
         torch.cat([offsets[:1].to(lengths), lengths]), 0, output_size=num_ids
     )
 
 
 def _check_lengths(feature: str, lengths: Tensor, max_length: int) -> None:
     if max_length and lengths.is_cpu and lengths.numel():
-        longest = int(lengths.max())
-        if longest > max_length:
+        longest_length = int(lengths.max())
+        if longest_length > max_length:
             raise ValueError(
                 f"feature {feature!r} has weights for {max_length} positions, got a bag of "
-                f"{longest} ids: raise max_feature_lengths, or cut the bags"
+                f"{longest_length} ids: raise max_feature_lengths, or cut the bags"
             )
 
 

@@ -52,7 +52,9 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
     for table, handle in handles.items():
         parameters = handle.fused_parameters()
         if parameters:
-            parameters_by_name = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
+            parameters_by_name = {
+                f"{prefix}.{table}.{name}": parameter for name, parameter in parameters.items()
+            }
             entries.append(
                 FusedTableEntry(
                     optimizer=handle.module.optimizer,
@@ -115,24 +117,24 @@ def load_optimizer_state(
             hyperparameters. Nothing is written in either case.
     """
     check_optimizer_state(groups, prefix, handles, state)
-    newest_hyper: dict[int, Tensor] = {}  # by the id of a module
+    newest_hyper_by_module: dict[int, Tensor] = {}  # by the id of a module
     for name, module, states in _table_states(groups, prefix, handles):
         for key, view in states.items():
             view.copy_(state[name][key])
         hyper = state[name][HYPER]
-        previous = newest_hyper.setdefault(id(module), hyper)
+        previous = newest_hyper_by_module.setdefault(id(module), hyper)
         if float(hyper[Hyper.STEP]) > float(previous[Hyper.STEP]):
-            newest_hyper[id(module)] = hyper
-    handle_of = {id(handle.module): handle for handle in handles.values()}
-    for module_id, hyper in newest_hyper.items():
-        for module in handle_of[module_id].fused_modules():
+            newest_hyper_by_module[id(module)] = hyper
+    handle_by_module = {id(handle.module): handle for handle in handles.values()}
+    for module_id, hyper in newest_hyper_by_module.items():
+        for module in handle_by_module[module_id].fused_modules():
             module.load_hyperparams(hyper)
             module.set_step(int(hyper[Hyper.STEP]))
-        handle_of[module_id].commit()
+        handle_by_module[module_id].commit()
 
 
 def check_saved_states(
-    name: str, module: Any, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None
+    name: str, module: Any, states: Mapping[str, Tensor], saved_states: Mapping[str, Tensor] | None
 ) -> None:
     """Compare the saved states of one parameter, and `hyper`, with those of its module.
 
@@ -141,21 +143,21 @@ def check_saved_states(
         ValueError: a state has another shape or no values, or the optimizer cannot have `hyper`.
     """
     states = {**states, HYPER: module.hyperparams}
-    if saved is None:
+    if saved_states is None:
         raise KeyError(f"the state of the optimizer lacks {name}")
-    missing_names = sorted(states.keys() - saved.keys())
+    missing_names = sorted(states.keys() - saved_states.keys())
     if missing_names:
         raise KeyError(
-            f"the state of {name} lacks {missing_names}; it has {sorted(saved)}: it is of another "
-            "optimizer"
+            f"the state of {name} lacks {missing_names}; it has {sorted(saved_states)}: it is of "
+            "another optimizer"
         )
     for key, view in states.items():
-        if problem := state_dicts.tensor_problem(saved[key], view):
+        if problem := state_dicts.tensor_problem(saved_states[key], view):
             raise ValueError(f"{key} of {name} {problem}")
-        if saved[key].shape != view.shape:
+        if saved_states[key].shape != view.shape:
             raise ValueError(
                 f"{key} of {name} must have the shape {tuple(view.shape)}, got "
-                f"{tuple(saved[key].shape)}: it is of another table or optimizer"
+                f"{tuple(saved_states[key].shape)}: it is of another table or optimizer"
             )
     # Raises ValueError for values that the optimizer cannot have.
-    hyperparameters.with_saved_hyperparams(module.optimizer, saved[HYPER])
+    hyperparameters.with_saved_hyperparams(module.optimizer, saved_states[HYPER])

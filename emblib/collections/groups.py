@@ -1,7 +1,8 @@
 """Group the tables of one rank into as few modules as possible, and look up a batch in them.
 
 Slices of tables with equal `Storage.group_key` form a group, which one module stores
-(`group_slices` lists the exceptions). A *unit* is a feature that reads a slice.
+(`group_slices` lists the exceptions). A *unit* is a feature that reads a slice. In this file u, s
+and g number units, slices and groups, and k the tables of a group's module.
 `TableGroups.forward` takes a batch whose units must be sorted by group, splits ids and offsets by
 group, calls each module once, and joins the outputs.
 """
@@ -323,11 +324,11 @@ class TableGroups(nn.Module):
             count_argument = (
                 {} if use_counts is None else _count_argument(self.active[0], use_counts)
             )
-            out: Tensor = self._only_module(
+            output: Tensor = self._only_module(
                 ids, offsets, weights, batch_sizes=batch_sizes, **count_argument
             )
-            return out
-        outs = self.outputs(
+            return output
+        outputs = self.outputs(
             ids,
             offsets,
             weights,
@@ -335,17 +336,17 @@ class TableGroups(nn.Module):
             id_counts=id_counts,
             use_counts=use_counts,
         )
-        if not outs:
+        if not outputs:
             return torch.empty(0, 0, dtype=self.output_dtype, device=ids.device)
-        if len(outs) == 1:
-            return outs[0]
+        if len(outputs) == 1:
+            return outputs[0]
         if self.pooling is Pooling.NONE:
-            has_one_width = all(out.shape[1] == outs[0].shape[1] for out in outs)
-            return torch.cat(outs if has_one_width else [out.view(-1) for out in outs])
+            has_one_width = all(output.shape[1] == outputs[0].shape[1] for output in outputs)
+            return torch.cat(outputs if has_one_width else [output.view(-1) for output in outputs])
         return (
-            torch.cat(outs, 1)
+            torch.cat(outputs, 1)
             if batch_sizes is None
-            else join_by_rank(self.active, self.dims, outs, batch_sizes)
+            else join_by_rank(self.active, self.dims, outputs, batch_sizes)
         )
 
     def outputs(
@@ -366,19 +367,19 @@ class TableGroups(nn.Module):
         inputs = self._take_prefetched(BatchId(ids, offsets))
         if inputs is None:
             inputs = split_batch(self.active, ids, offsets, batch_sizes, id_counts)
-        outs = []
+        outputs = []
         for group_input in inputs:
             slice_group, sizes = group_input.slice_group, group_input.batch_sizes
             scales = None if weights is None else group_input.part_of(weights)
-            counts = {}
+            argument = {}
             if use_counts is not None:
-                counts = _count_argument(slice_group, group_input.part_of(use_counts))
-            outs.append(
+                argument = _count_argument(slice_group, group_input.part_of(use_counts))
+            outputs.append(
                 slice_group.module(
-                    group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **counts
+                    group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **argument
                 )
             )
-        return outs
+        return outputs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
         """Set the dtype of outputs: float32, float16 or bfloat16; else raise ValueError."""
@@ -429,10 +430,12 @@ class TableGroups(nn.Module):
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
         unshared_groups = {self._locations[s][0] for s, _ in self.unshared_handles()}
-        by_group = {g: self._storage_of(g).views(self._table_modules[g]) for g in unshared_groups}
+        views_by_group = {
+            g: self._storage_of(g).views(self._table_modules[g]) for g in unshared_groups
+        }
         locations = (self._locations[s] for s in range(len(self.slices)))
         return [
-            by_group[g][k] if g in unshared_groups else self.handles[s].views()
+            views_by_group[g][k] if g in unshared_groups else self.handles[s].views()
             for s, (g, k) in enumerate(locations)
         ]
 
@@ -538,11 +541,11 @@ class TableGroups(nn.Module):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
-        total: dict[str, int] = {}
+        nbytes_by_name: dict[str, int] = {}
         for module in self._table_modules:
-            for name, count in module.nbytes().items():
-                total[name] = total.get(name, 0) + count
-        return total
+            for name, nbytes in module.nbytes().items():
+                nbytes_by_name[name] = nbytes_by_name.get(name, 0) + nbytes
+        return nbytes_by_name
 
     # As a module
 
@@ -592,8 +595,8 @@ def frozen_parameters(
     """
     return [
         (handle, name)
-        for handle, source in handles
-        for name, parameter in source.named_parameters()
+        for handle, old_handle in handles
+        for name, parameter in old_handle.named_parameters()
         if not parameter.requires_grad
     ]
 
@@ -640,20 +643,20 @@ def group_slices(
         else table_slice.storage.group_key(table_slice, i, optimizers[i], pooling)
         for i, table_slice in enumerate(slices)
     ]
-    names: dict[Hashable, set[str]] = {}
+    names_by_key: dict[Hashable, set[str]] = {}
     for i, table_slice in enumerate(slices):
-        names_of_group = names.setdefault(group_keys[i], set())
+        names_of_group = names_by_key.setdefault(group_keys[i], set())
         if table_slice.storage.is_keyed and table_slice.config.name in names_of_group:
             # A module renames its second slice of a table; initial values depend on the name.
             group_keys[i] = (group_keys[i], i)
         names_of_group.add(table_slice.config.name)
     order = dict.fromkeys([group_keys[s] for s in slice_of_unit] + group_keys)
-    result = []
+    group_specs = []
     for key in order:
         slice_indices = tuple(i for i in range(len(slices)) if group_keys[i] == key)
         units = tuple(u for u, s in enumerate(slice_of_unit) if group_keys[s] == key)
-        result.append(GroupSpec(slice_indices, units, optimizers[slice_indices[0]]))
-    return result
+        group_specs.append(GroupSpec(slice_indices, units, optimizers[slice_indices[0]]))
+    return group_specs
 
 
 def split_batch(
@@ -684,18 +687,20 @@ def split_batch(
         )
     else:
         id_bounds = [0, *accumulate(id_counts)]
-    inputs, unit = [], 0
+    inputs, first_unit = [], 0
     for g, slice_group in enumerate(groups):
         first_id, end_id = id_bounds[g], id_bounds[g + 1]
         group_offsets = offsets[bag_bounds[g] : bag_bounds[g + 1] + 1]
-        sizes = None
+        group_sizes = None
         if batch_sizes is not None:
-            sizes = batch_sizes[unit : unit + len(slice_group.units)]
-            unit += len(slice_group.units)
+            group_sizes = batch_sizes[first_unit : first_unit + len(slice_group.units)]
+            first_unit += len(slice_group.units)
         if torch.compiler.is_compiling() or first_id:  # a graph may not know the number yet
             group_offsets = group_offsets - first_id
         inputs.append(
-            GroupInput(slice_group, first_id, end_id, ids[first_id:end_id], group_offsets, sizes)
+            GroupInput(
+                slice_group, first_id, end_id, ids[first_id:end_id], group_offsets, group_sizes
+            )
         )
     return inputs
 
@@ -704,16 +709,16 @@ def _split_captured(
     groups: Sequence[SliceGroup], ids: Tensor, offsets: Tensor, bag_bounds: Sequence[int]
 ) -> list[GroupInput]:
     """Split a batch without reading its offsets: each group gets padding before its ids."""
-    count, inputs = ids.numel(), []
-    positions = torch.arange(count, device=ids.device)
+    num_ids, inputs = ids.numel(), []
+    positions = torch.arange(num_ids, device=ids.device)
     for slice_group, (begin, end) in zip(groups, pairwise(bag_bounds), strict=True):
         group_offsets = offsets[begin : end + 1]
-        shift = count - group_offsets[-1:]
+        shift = num_ids - group_offsets[-1:]
         sources = positions - shift
         sources = torch.where(sources >= group_offsets[:1], sources, -1)
         group_ids = take_or_fill(ids, sources, -1)
         inputs.append(
-            GroupInput(slice_group, 0, count, group_ids, group_offsets + shift, None, sources)
+            GroupInput(slice_group, 0, num_ids, group_ids, group_offsets + shift, None, sources)
         )
     return inputs
 
@@ -722,38 +727,38 @@ def _bag_bounds(
     groups: Sequence[SliceGroup], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
     """Return the first bag of each group, and the number of all bags at the end."""
-    units = [0, *accumulate(len(slice_group.units) for slice_group in groups)]
+    unit_bounds = [0, *accumulate(len(slice_group.units) for slice_group in groups)]
     if batch_sizes is None:
-        batch = (offsets.numel() - 1) // max(units[-1], 1)
-        return [batch * unit for unit in units]
-    bags = [0, *accumulate(sum(sizes) for sizes in batch_sizes)]
-    return [bags[unit] for unit in units]
+        batch_size = (offsets.numel() - 1) // max(unit_bounds[-1], 1)
+        return [batch_size * unit for unit in unit_bounds]
+    bag_bounds = [0, *accumulate(sum(sizes) for sizes in batch_sizes)]
+    return [bag_bounds[unit] for unit in unit_bounds]
 
 
 def join_by_rank(
     groups: Sequence[SliceGroup],
     dims: Sequence[int],
-    outs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     batch_sizes: Sequence[Sequence[int]],
 ) -> Tensor:
     """Join the outputs of groups for variable batch sizes: rank after rank, group after group.
 
     Args:
-        groups: the groups, in the order of `outs`.
+        groups: the groups, in the order of `outputs`.
         dims: columns of the output of each unit.
-        outs: output of each group, flat, rank after rank.
+        outputs: output of each group, flat, rank after rank.
         batch_sizes: `[units][ranks]`, bags of each unit.
     """
-    blocks, unit = [], 0
-    for slice_group, out in zip(groups, outs, strict=True):
-        sizes = batch_sizes[unit : unit + len(slice_group.units)]
-        unit += len(slice_group.units)
-        widths = [dims[u] for u in slice_group.units]
+    blocks, first_unit = [], 0
+    for slice_group, output in zip(groups, outputs, strict=True):
+        group_sizes = batch_sizes[first_unit : first_unit + len(slice_group.units)]
+        first_unit += len(slice_group.units)
+        unit_dims = [dims[u] for u in slice_group.units]
         lengths = [
-            sum(num_bags * dim for num_bags, dim in zip(rank_sizes, widths, strict=True))
-            for rank_sizes in zip(*sizes, strict=True)
+            sum(num_bags * dim for num_bags, dim in zip(rank_sizes, unit_dims, strict=True))
+            for rank_sizes in zip(*group_sizes, strict=True)
         ]
-        blocks.append(out.split(lengths))
+        blocks.append(output.split(lengths))
     return torch.cat([block for rank_blocks in zip(*blocks, strict=True) for block in rank_blocks])
 
 

@@ -48,7 +48,7 @@ from emblib.storage.initial_values import without_initial_values
 from emblib.tables import state_dicts
 
 
-def _sequence_of(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
+def _check_tables_argument(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
     """Return configurations as a tuple; raise TypeError for a single one or another type."""
     if isinstance(tables, TableConfig | str) or not isinstance(tables, Iterable):
         raise TypeError(
@@ -91,7 +91,7 @@ class TableCollection(nn.Module):
     ) -> None:
         super().__init__()
         self.bounds_check = BoundsCheck(bounds_check)
-        self.configs = _sequence_of(tables, self.config_type)
+        self.configs = _check_tables_argument(tables, self.config_type)
         self._check_tables()
         _check_device(device)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -135,9 +135,9 @@ class TableCollection(nn.Module):
             device=device,
             seeds=seeds,
             shared={
-                SliceKey.of(TableSlice.whole(c)): self._shared[c.name]
-                for c in self.configs
-                if c.name in self._shared
+                SliceKey.of(TableSlice.whole(config)): self._shared[config.name]
+                for config in self.configs
+                if config.name in self._shared
             },
         )
 
@@ -147,16 +147,17 @@ class TableCollection(nn.Module):
 
     def _set_groups(self, groups: TableGroups) -> None:
         """Install groups; register the handles first, so that parameters have the tables' names."""
-        handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
+        names = [config.name for config in self.configs]
+        handles_by_table = dict(zip(names, groups.handles, strict=True))
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
-        self.add_module(self.handles_name, TableHandles(handles))
+        self.add_module(self.handles_name, TableHandles(handles_by_table))
         self._set_handle_owners()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
         is_keyed = [config.storage.is_keyed for config in self.configs]
         self._has_keyed, self._all_keyed = any(is_keyed), all(is_keyed)
-        self._features_in_order = [self._units[u].feature for u in groups.order]
+        self._features_in_order = [self._units[unit].feature for unit in groups.order]
         # The keys of the last batch, the positions of `_features_in_order` among them, and these
         # positions on the GPU, or None if no batch on a GPU needed them.
         self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
@@ -209,15 +210,15 @@ class TableCollection(nn.Module):
         """Select the features that tables read, in the order of `groups`."""
         keys, positions, gpu_positions = self._permutation
         if keys != batch.keys():
-            position_of_key = batch.index_per_key()
-            missing_features = sorted(set(self._features_in_order) - set(position_of_key))
+            position_by_key = batch.index_per_key()
+            missing_features = sorted(set(self._features_in_order) - set(position_by_key))
             if missing_features:
                 raise KeyError(
                     "the batch must have the features of all tables: missing are "
                     f"{missing_features}, there are {batch.keys()}"
                 )
             positions, gpu_positions = (
-                [position_of_key[feature] for feature in self._features_in_order],
+                [position_by_key[feature] for feature in self._features_in_order],
                 None,
             )
         device = batch.device()
@@ -243,13 +244,13 @@ class TableCollection(nn.Module):
 
         None if the host does not know it or needs none, and for a batch with padding.
         """
-        lengths = batch.length_per_key_or_none()
+        ids_per_feature = batch.length_per_key_or_none()
         active = self.groups.active
-        if lengths is None or len(active) == 1 or num_padding_of(batch):
+        if ids_per_feature is None or len(active) == 1 or num_padding_of(batch):
             return None
-        ends = [0, *accumulate(lengths)]  # no sum(), which torch.export.save does not write
-        units = accumulate((len(slice_group.units) for slice_group in active), initial=0)
-        return [ends[end] - ends[begin] for begin, end in pairwise(units)]
+        ends = [0, *accumulate(ids_per_feature)]  # no sum(), which torch.export.save does not write
+        unit_bounds = accumulate((len(slice_group.units) for slice_group in active), initial=0)
+        return [ends[end] - ends[begin] for begin, end in pairwise(unit_bounds)]
 
     # Tables
 
@@ -320,16 +321,18 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
-            TypeError: an optimizer is not of `emblib.optim`.
+            TypeError: `optimizers` is not a dict, or an optimizer is not of `emblib.optim`.
             ValueError: a table does not support the optimizer; or the collection has a hash table
                 with a backing store or in a memory budget. In each case nothing is changed.
         """
+        if not isinstance(optimizers, Mapping):
+            raise TypeError(f"optimizers must be a dict {{table: optimizer}}, got {optimizers!r}")
         names = {config.name for config in self.configs}
-        unknown = sorted(optimizers.keys() - names)
-        if unknown:
-            raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
-        unshared_optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
-        if unshared_optimizers:
+        unknown_names = sorted(optimizers.keys() - names)
+        if unknown_names:
+            raise KeyError(f"there are no tables {unknown_names}; there are {sorted(names)}")
+        unshared_names = optimizers.keys() - self._shared.keys()
+        if unshared_names:
             self.check_replaceable()
         # All memory is made before the first table changes.
         installs = [
@@ -338,10 +341,10 @@ class TableCollection(nn.Module):
             if name in self._shared
         ]
         old_groups, configs = self.groups, self.configs
-        if unshared_optimizers:
+        if unshared_names:
             self.configs = tuple(
-                replace(config, optimizer=unshared_optimizers[config.name])
-                if config.name in unshared_optimizers
+                replace(config, optimizer=optimizers[config.name])
+                if config.name in unshared_names
                 else config
                 for config in configs
             )
@@ -353,7 +356,7 @@ class TableCollection(nn.Module):
                 raise
         for install in installs:
             install()
-        if not unshared_optimizers:
+        if not unshared_names:
             return
         groups.set_output_dtype(old_groups.output_dtype)
         groups.adopt(old_groups)
@@ -377,8 +380,8 @@ class TableCollection(nn.Module):
         self._shared = {**self._shared, **tables}
         groups = without_initial_values(self._make_groups)(old_groups.device, old_groups.seeds)
         groups.set_output_dtype(old_groups.output_dtype)
-        for s, handle in groups.unshared_handles() if old_groups.device.type != "meta" else ():
-            table_slice, source = groups.slices[s], old_groups.handles[s]
+        for i, handle in groups.unshared_handles() if old_groups.device.type != "meta" else ():
+            table_slice, source = groups.slices[i], old_groups.handles[i]
             block = (0, 1) if table_slice.storage.is_keyed else None
             table_slice.storage.copy_slice(table_slice, source, handle, block)
             if has_hyperparams(handle.module) and has_hyperparams(source.module):
@@ -405,18 +408,18 @@ class TableCollection(nn.Module):
         """
         for config in self.configs:
             config.storage.check_copyable(config)
-        copied = without_initial_values(self._with_configs)(self.quantized_configs(bits))
-        copied.groups.set_output_dtype(self.groups.output_dtype)
-        copied.copy_rows(self)
-        return copied.eval()
+        quantized = without_initial_values(self._with_configs)(self.quantized_configs(bits))
+        quantized.groups.set_output_dtype(self.groups.output_dtype)
+        quantized.copy_rows(self)
+        return quantized.eval()
 
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
         """Return the configurations of `quantized(bits)`; raise its errors for `bits`."""
         names = [config.name for config in self.configs]
         bits_by_table = dict(bits) if isinstance(bits, Mapping) else dict.fromkeys(names, bits)
-        unknown = sorted(bits_by_table.keys() - set(names))
-        if unknown:
-            raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
+        unknown_names = sorted(bits_by_table.keys() - set(names))
+        if unknown_names:
+            raise KeyError(f"there are no tables {unknown_names}; there are {sorted(names)}")
         return [
             replace(config, storage=Quantized(bits_by_table[config.name]), optimizer=None)
             if config.storage.has_dense_rows and config.name in bits_by_table
@@ -426,11 +429,13 @@ class TableCollection(nn.Module):
 
     def copy_rows(self, source: TableCollection) -> None:
         """Copy the rows of a collection with the same tables; quantised tables quantise them."""
-        sources, configs = source.handles(), {config.name: config for config in source.configs}
+        source_handles = source.handles()
+        source_configs = {config.name: config for config in source.configs}
         handles: Mapping[str, Any] = self.handles()
-        for table in self.configs:
-            handle, source_handle = handles[table.name], sources[table.name]
-            if isinstance(table.storage, Quantized) and configs[table.name].storage.has_dense_rows:
+        for config in self.configs:
+            handle, source_handle = handles[config.name], source_handles[config.name]
+            source_storage = source_configs[config.name].storage
+            if isinstance(config.storage, Quantized) and source_storage.has_dense_rows:
                 first_row = 0
                 for block in source_handle.dense_blocks():
                     handle.module.write_rows(handle.index, block, first_row)
@@ -534,16 +539,18 @@ class EmbeddingBagCollection(TableCollection):
 
     def _table_pooling(self) -> Pooling:
         """Return MEAN if all tables use it; otherwise SUM, and means are divided afterwards."""
-        means = [config.pooling is Pooling.MEAN for config in self.configs]
-        return Pooling.MEAN if means and all(means) else Pooling.SUM
+        are_means = [config.pooling is Pooling.MEAN for config in self.configs]
+        return Pooling.MEAN if are_means and all(are_means) else Pooling.SUM
 
     def _set_groups(self, groups: TableGroups) -> None:
         super()._set_groups(groups)
         self._names = [unit.name for unit in self._units]
         self._columns = list(groups.dims)
-        means = [self._needs_division(unit) for unit in self._units]
+        divides = [self._needs_division(unit) for unit in self._units]
         is_in_order = groups.order == list(range(len(self._units)))
-        self._column_order = None if is_in_order and not any(means) else _ColumnOrder(groups, means)
+        self._column_order = None
+        if not is_in_order or any(divides):
+            self._column_order = _ColumnOrder(groups, divides)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows `[B, sum of dims]`: one block of columns per feature.
@@ -565,20 +572,20 @@ class EmbeddingBagCollection(TableCollection):
         batch, groups = self._checked(features), self.groups
         if not self._units or (batch.values().is_meta and not batch.variable_stride_per_key()):
             # Nothing is looked up, or there is no data: only the shape counts.
-            size = batch.stride(), sum(self._columns)
-            out = torch.empty(size, dtype=groups.output_dtype, device=batch.device())
-            return KeyedTensor(self._names, self._columns, out)
+            shape = batch.stride(), sum(self._columns)
+            output = torch.empty(shape, dtype=groups.output_dtype, device=batch.device())
+            return KeyedTensor(self._names, self._columns, output)
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expand(batch))
         weights = self._sample_weights(batch) if self._weighted else None
         if groups.has_one_module:
-            out = groups.forward(batch.values(), batch.offsets(), weights)
+            output = groups.forward(batch.values(), batch.offsets(), weights)
         else:
-            counts = self._id_counts(batch)
-            out = groups.forward(batch.values(), batch.offsets(), weights, id_counts=counts)
+            id_counts = self._id_counts(batch)
+            output = groups.forward(batch.values(), batch.offsets(), weights, id_counts=id_counts)
         if self._column_order is not None:
-            out = self._column_order(out, batch)
-        return KeyedTensor(self._names, self._columns, out)
+            output = self._column_order(output, batch)
+        return KeyedTensor(self._names, self._columns, output)
 
     def _needs_division(self, unit: TableFeature) -> bool:
         """Return whether the lookup returns sums of a feature whose output are means."""
@@ -589,26 +596,26 @@ class EmbeddingBagCollection(TableCollection):
         """Look up features of different batch sizes; expand them to `[B, columns]`."""
         strides, groups = batch.stride_per_key(), self.groups
         weights = self._sample_weights(batch) if self._weighted else None
-        out = groups(
+        output = groups(
             batch.values(),
             batch.offsets(),
             weights,
             batch_sizes=[[stride] for stride in strides],
             id_counts=self._id_counts(batch),
         )
-        keys, inverse = _inverse_indices_of(batch)
-        dims = [groups.dims[u] for u in groups.order]
-        blocks = out.split([n * dim for n, dim in zip(strides, dims, strict=True)])
+        row_by_feature, inverse_indices = _inverse_indices_of(batch)
+        dims = [groups.dims[unit_index] for unit_index in groups.order]
+        blocks = output.split([stride * dim for stride, dim in zip(strides, dims, strict=True)])
         lengths = batch.lengths().split(strides)
-        features: list[Tensor] = [out] * len(dims)
-        for position, u in enumerate(groups.order):
-            unit, block = self._units[u], blocks[position].view(-1, dims[position])
+        blocks_by_unit: list[Tensor] = [output] * len(dims)
+        for position, unit_index in enumerate(groups.order):
+            unit, block = self._units[unit_index], blocks[position].view(-1, dims[position])
             if self._needs_division(unit):
                 block = block / lengths[position].clamp(min=1).unsqueeze(1)
-            if inverse is not None:
-                block = block.index_select(0, inverse[keys[unit.feature]])
-            features[u] = block
-        return torch.cat(features, 1)
+            if inverse_indices is not None:
+                block = block.index_select(0, inverse_indices[row_by_feature[unit.feature]])
+            blocks_by_unit[unit_index] = block
+        return torch.cat(blocks_by_unit, 1)
 
     def _with_configs(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         return type(self)(
@@ -630,9 +637,9 @@ class EmbeddingBagCollection(TableCollection):
 
 def _inverse_indices_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
     """Return {feature: row of the inverse indices}, and the indices `[F, B]`; else ({}, None)."""
-    inverse = batch.inverse_indices_or_none()
-    if inverse is not None:
-        return {key: row for row, key in enumerate(inverse[0])}, inverse[1]
+    inverse_indices = batch.inverse_indices_or_none()
+    if inverse_indices is not None:
+        return {key: row for row, key in enumerate(inverse_indices[0])}, inverse_indices[1]
     if len(set(batch.stride_per_key())) > 1:
         raise ValueError(
             "features that differ in their bags need inverse indices to become one batch, got "
@@ -648,27 +655,27 @@ class _ColumnOrder:
     the batch size, and are cached for the last one.
     """
 
-    def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
-        columns, column = groups.output_dim, 0
-        position_of = {u: position for position, u in enumerate(groups.order)}
+    def __init__(self, groups: TableGroups, divides: Sequence[bool]) -> None:
+        num_columns, column = groups.output_dim, 0
+        position_by_unit = {unit: position for position, unit in enumerate(groups.order)}
         targets, pieces = [], []
-        for u, dim in enumerate(groups.dims):
+        for unit, dim in enumerate(groups.dims):
             # `_descriptors` multiplies the first bag by the batch size, and sets the rows.
-            first_bag = position_of[u] if means[u] else -1
+            first_bag = position_by_unit[unit] if divides[unit] else -1
             targets.append(
                 route.TargetRow(
                     offset=column,
-                    stride=columns,
+                    stride=num_columns,
                     num_rows=0,
                     width=dim,
-                    first_piece=u,
-                    end_piece=u + 1,
+                    first_piece=unit,
+                    end_piece=unit + 1,
                     first_bag=first_bag,
                 )
             )
-            pieces.append(route.PieceRow(groups.column_of[u], columns))
+            pieces.append(route.PieceRow(groups.column_of[unit], num_columns))
             column += dim
-        self._columns, self._divides_means = columns, any(means)
+        self._num_columns, self._divides_means = num_columns, any(divides)
         self._targets = torch.tensor(targets, dtype=torch.int64, device="cpu").view(
             -1, len(TargetColumn)
         )
@@ -678,34 +685,36 @@ class _ColumnOrder:
         # Batch size, targets and pieces of the last call.
         self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
 
-    def _descriptors(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _descriptors(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `targets` `[T, 7]` and `pieces` `[P, 3]` of `combine` for a batch size."""
         descriptors = self._last_descriptors
-        if descriptors is None or descriptors[0] != batch or descriptors[1].device != device:
+        if descriptors is None or descriptors[0] != batch_size or descriptors[1].device != device:
 
             def targets_of_batch(targets: Tensor) -> Tensor:
                 targets = targets.clone()
-                targets[:, TargetColumn.NUM_ROWS] = batch
+                targets[:, TargetColumn.NUM_ROWS] = batch_size
                 first_bags = targets[:, TargetColumn.FIRST_BAG]
                 targets[:, TargetColumn.FIRST_BAG] = torch.where(
-                    first_bags >= 0, first_bags * batch, -1
+                    first_bags >= 0, first_bags * batch_size, -1
                 )
                 return targets.to(device)
 
             # Training after an evaluation in inference mode needs them for backward.
             targets = as_normal_tensor(targets_of_batch, self._targets)
             pieces = as_normal_tensor(lambda pieces: pieces.clone().to(device), self._pieces)
-            descriptors = batch, targets, pieces
+            descriptors = batch_size, targets, pieces
             if type(descriptors[1]) is Tensor:  # tensors of a trace have no values
                 self._last_descriptors = descriptors
         return descriptors[1], descriptors[2]
 
-    def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Return `out` `[B, columns]` in the order of the configurations."""
-        targets, pieces = self._descriptors(out.shape[0], out.device)
+    def __call__(self, output: Tensor, batch: KeyedJaggedTensor) -> Tensor:
+        """Return `output` `[B, columns]` in the order of the configurations."""
+        targets, pieces = self._descriptors(output.shape[0], output.device)
         lengths = batch.lengths() if self._divides_means else None
-        flat = route.combine(out.view(-1), targets, pieces, lengths, out.numel(), out.dtype)
-        return flat.view(-1, self._columns)
+        flat = route.combine(
+            output.view(-1), targets, pieces, lengths, output.numel(), output.dtype
+        )
+        return flat.view(-1, self._num_columns)
 
 
 class EmbeddingCollection(TableCollection):
@@ -768,34 +777,35 @@ class EmbeddingCollection(TableCollection):
         if self._need_indices:
             batch_ids = drop_first(batch.values(), num_padding_of(batch))
             ids = batch_ids.split(batch.length_per_key())
-        result = {}
+        vectors_by_name = {}
         for position in self._positions:
             name = self._names_in_order[position]
-            result[name] = JaggedTensor.from_valid(
+            vectors_by_name[name] = JaggedTensor.from_valid(
                 vectors[position], ids[position], lengths[position], None
             )
-        return result
+        return vectors_by_name
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
         """Return the vectors of each feature, `[L, D]`, in the order of the modules."""
-        groups, sizes = self.groups, batch.length_per_key()
+        groups, ids_per_feature = self.groups, batch.length_per_key()
         values, offsets = batch.values(), batch.offsets()
-        strides = None
+        batch_sizes = None
         if batch.variable_stride_per_key():
-            strides = [[stride] for stride in batch.stride_per_key()]
+            batch_sizes = [[stride] for stride in batch.stride_per_key()]
         if groups.has_one_module:
-            out = groups.forward(values, offsets, batch_sizes=strides)
-            return drop_first(out, num_padding_of(batch)).split(sizes)
-        counts = self._id_counts(batch)
-        outs = groups.outputs(values, offsets, batch_sizes=strides, id_counts=counts)
+            output = groups.forward(values, offsets, batch_sizes=batch_sizes)
+            return drop_first(output, num_padding_of(batch)).split(ids_per_feature)
+        id_counts = self._id_counts(batch)
+        outputs = groups.outputs(values, offsets, batch_sizes=batch_sizes, id_counts=id_counts)
         vectors: list[Tensor] = []
-        for slice_group, out in zip(groups.active, outs, strict=True):
-            vectors += out.split(sizes[len(vectors) : len(vectors) + len(slice_group.units)])
+        for slice_group, output in zip(groups.active, outputs, strict=True):
+            end = len(vectors) + len(slice_group.units)
+            vectors += output.split(ids_per_feature[len(vectors) : end])
         return vectors
 
     def _set_groups(self, groups: TableGroups) -> None:
         super()._set_groups(groups)
-        self._names_in_order = [self._units[u].name for u in groups.order]
+        self._names_in_order = [self._units[unit].name for unit in groups.order]
         self._positions = sorted(range(len(groups.order)), key=groups.order.__getitem__)
 
     def _with_configs(self, configs: Sequence[EmbeddingConfig]) -> Self:

@@ -135,7 +135,8 @@ class SharedTables:
         Raises:
             ValueError: a configuration with the name of a shared table differs from it.
         """
-        tables = {c.name: self._tables[c.name] for c in configs if c.name in self._tables}
+        names = [config.name for config in configs if config.name in self._tables]
+        tables = {name: self._tables[name] for name in names}
         for config in configs:
             if config.name in tables:
                 tables[config.name].check_reader(config)
@@ -226,7 +227,9 @@ class SharedTable:
 
     def common_fields(self) -> dict[str, Any]:
         """Return the configuration fields on which all readers must agree."""
-        names = (f.name for f in fields(TableConfig) if f.name not in _FIELDS_OF_READERS)
+        names = (
+            field.name for field in fields(TableConfig) if field.name not in _FIELDS_OF_READERS
+        )
         return {name: getattr(self.config, name) for name in names}
 
     def check_reader(self, config: TableConfig) -> None:
@@ -240,7 +243,7 @@ class SharedTable:
             differences["optimizer"] = (self.config.optimizer, config.optimizer)
         if differences:
             text = ", ".join(
-                f"{k} {expected!r}, not {got!r}" for k, (expected, got) in differences.items()
+                f"{name} {expected!r}, not {got!r}" for name, (expected, got) in differences.items()
             )
             raise ValueError(
                 f"table {config.name!r} is shared and has {text}: make the configuration with "
@@ -277,9 +280,9 @@ class SharedTable:
         afterwards.
         """
         old_module, module = source.module, self.module
-        views, targets = source.views(), self.handle.views()
-        for name in targets.keys() & views.keys():
-            targets[name].copy_(views[name])
+        source_views, targets = source.views(), self.handle.views()
+        for name in targets.keys() & source_views.keys():
+            targets[name].copy_(source_views[name])
         if has_hyperparams(old_module) and old_module.optimizer == module.optimizer:
             module.load_hyperparams(old_module.hyperparams)
         self.handle.adopt(source)
@@ -409,7 +412,7 @@ class SharedEntry:
     """
 
     def __init__(self) -> None:
-        self._saved: tuple[Any, str] | None = None
+        self._saved_entry: tuple[Any, str] | None = None
         self._loading: _FirstLoad | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -419,15 +422,15 @@ class SharedEntry:
         """Claim a state dict's entry of the table for a key; return False if another key has it.
 
         Args:
-            destination: the state dict; in one that is no OrderedDict each key gets the table.
+            destination: the state dict; in one that is not an OrderedDict each key gets the table.
             key: key of the first parameter of the table in the state dict.
         """
-        if self._saved is not None:
-            target, first_key = self._saved
-            if target() is destination and first_key != key and first_key in destination:
+        if self._saved_entry is not None:
+            destination_ref, first_key = self._saved_entry
+            if destination_ref() is destination and first_key != key and first_key in destination:
                 return False
         if isinstance(destination, OrderedDict):
-            self._saved = weakref.ref(destination), key
+            self._saved_entry = weakref.ref(destination), key
         return True
 
     def claim_load(
@@ -484,7 +487,7 @@ def _are_equal(tensor: Tensor, other: Tensor) -> bool:
     shards, other_shards = getattr(tensor, "parts", None), getattr(other, "parts", None)
     if shards is not None and other_shards is not None:
         return shards.keys() == other_shards.keys() and all(
-            _are_equal(shard, other_shards[i]) for i, shard in shards.items()
+            _are_equal(shard, other_shards[index]) for index, shard in shards.items()
         )
     if shards is not None or other_shards is not None or tensor.shape != other.shape:
         return False
@@ -533,18 +536,18 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
 def _duplicates(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return {table name: {path: collection}} for each name with several unshared tables."""
-    collections: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
+    collections_by_key: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, submodule in model.named_modules():
         handles: Any = getattr(submodule, "handles", None)
         for config in getattr(submodule, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
                 key = (config.name, config.num_embeddings, config.embedding_dim)
                 table = _identity_of_table(submodule, handles(), config.name)
-                collections.setdefault(key, {}).setdefault(id(table), (path, submodule))
+                collections_by_key.setdefault(key, {}).setdefault(id(table), (path, submodule))
     duplicates: dict[str, dict[str, Any]] = {}
-    for (name, _, _), tables in collections.items():
-        if len(tables) > 1:
-            duplicates.setdefault(name, {}).update(tables.values())
+    for (name, _, _), collections_by_table in collections_by_key.items():
+        if len(collections_by_table) > 1:
+            duplicates.setdefault(name, {}).update(collections_by_table.values())
     return duplicates
 
 
@@ -589,10 +592,10 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         raise TypeError(f"names must be a list of names, got {names!r}: write [{names!r}]")
     duplicates = _duplicates(model)
     shared_names = list(duplicates) if names is None else list(names)
-    unknown = sorted(set(shared_names) - duplicates.keys())
-    if unknown:
+    unknown_names = sorted(set(shared_names) - duplicates.keys())
+    if unknown_names:
         raise KeyError(
-            f"no two collections have tables {unknown}; duplicates are {sorted(duplicates)}"
+            f"no two collections have tables {unknown_names}; duplicates are {sorted(duplicates)}"
         )
     shared_tables = {name: _make_shared_table(name, duplicates[name]) for name in shared_names}
     tables_by_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
@@ -612,10 +615,14 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
 
 def _check_same_table(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
     """Raise ValueError for tables of one name that differ in more than features and pooling."""
-    names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
+    field_names = [
+        field.name
+        for field in fields(TableConfig)
+        if field.name not in ("feature_names", "pooling")
+    ]
     differences = [
         f"{name} {getattr(first, name)!r} and {getattr(second, name)!r}"
-        for name in names
+        for name in field_names
         if getattr(first, name) != getattr(second, name)
     ]
     if differences:
@@ -638,7 +645,7 @@ def _make_shared_table(name: str, collections_by_path: Mapping[str, Any]) -> Sha
         config = next(config for config in collection.configs if config.name == name)
         config = replace(config, optimizer=config.optimizer or collection.optimizer)
         if table is None:
-            first_path, first = path, collection
+            first_path, first_collection = path, collection
             table = SharedTable(
                 TableSlice.whole(config), collection.device, collection.groups.seeds
             )
@@ -647,7 +654,7 @@ def _make_shared_table(name: str, collections_by_path: Mapping[str, Any]) -> Sha
         module = collection.handles()[name].module
         num_steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
         if num_steps and not _are_equal(
-            first.handles()[name].weight, collection.handles()[name].weight
+            first_collection.handles()[name].weight, collection.handles()[name].weight
         ):
             raise ValueError(
                 f"table {name!r} of the collection {path!r} has made {num_steps} steps, which "

@@ -66,8 +66,8 @@ def _require_accessors(other: Any, kind: str, *names: str) -> None:
     missing_names = [name for name in names if not callable(getattr(other, name, None))]
     if missing_names:
         raise TypeError(
-            f"a {kind} must have {', '.join(f'{n}()' for n in names)}; {type(other).__name__} has "
-            f"no {', '.join(f'{n}()' for n in missing_names)}"
+            f"a {kind} must have {', '.join(f'{name}()' for name in names)}; "
+            f"{type(other).__name__} has no {', '.join(f'{name}()' for name in missing_names)}"
         )
 
 

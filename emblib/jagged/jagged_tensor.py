@@ -126,7 +126,7 @@ class JaggedTensor(metaclass=TracedClass):
         `jagged`, as a target for `copy_`.
         """
         if device is not None:
-            return jagged._map_tensors(lambda t: torch.empty_like(t, device=device))
+            return jagged._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if jagged._weights is None else jagged._weights.new_empty(0)
         return JaggedTensor(jagged._values.new_empty(0), weights, jagged.lengths().new_empty(0))
 
@@ -262,6 +262,9 @@ class JaggedTensor(metaclass=TracedClass):
         """Return the values `[B, N, ...]`, each bag cut or padded to N = `desired_length`.
 
         None is the length of the longest bag, which is read from the device.
+
+        Raises:
+            ValueError: `desired_length` is below 0.
         """
         return self._pad_dense(self._values, desired_length, padding_value)
 
@@ -278,6 +281,8 @@ class JaggedTensor(metaclass=TracedClass):
         lengths = self.lengths()
         if num_columns is None:
             num_columns = int(lengths.max()) if lengths.numel() else 0
+        elif num_columns < 0:
+            raise ValueError(f"desired_length must be >= 0, got {num_columns}")
         return pad(values, lengths, self.offsets(), num_columns, padding)
 
     def to_nested(self) -> Tensor:
@@ -305,11 +310,11 @@ class JaggedTensor(metaclass=TracedClass):
             TypeError: `device` is a dtype.
         """
         refuse_dtype(device)
-        return self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
         """Return copies in page-locked memory, for asynchronous copies to a GPU; needs a GPU."""
-        return self._map_tensors(lambda t: t.pin_memory())
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done; all tensors are on a GPU."""
@@ -323,10 +328,8 @@ class JaggedTensor(metaclass=TracedClass):
             ValueError: values or weights differ in shape, only one of the two has weights, or the
                 numbers of bags differ; nothing is changed.
         """
-        (shapes, num_bags), (other_shapes, other_num_bags) = (
-            ([None if t is None else list(t.shape) for t in (x._values, x._weights)], x._num_bags())
-            for x in (self, other)
-        )
+        shapes, num_bags = self._shapes(), self._num_bags()
+        other_shapes, other_num_bags = other._shapes(), other._num_bags()
         if shapes != other_shapes or num_bags != other_num_bags:
             raise ValueError(
                 f"copy_ needs values and weights of shapes {shapes} in {num_bags} bags, got "
@@ -340,6 +343,13 @@ class JaggedTensor(metaclass=TracedClass):
         if self._offsets is not None:
             self._offsets.copy_(other.offsets(), non_blocking=non_blocking)
         return self
+
+    def _shapes(self) -> list[list[int] | None]:
+        """Return the shapes of values and weights; None for no weights."""
+        return [
+            None if tensor is None else list(tensor.shape)
+            for tensor in (self._values, self._weights)
+        ]
 
     def _num_bags(self) -> int:
         if self._lengths is not None:
@@ -427,8 +437,8 @@ def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
             f"padded must be [{lengths.numel()}, N, ...] for {lengths.numel()} lengths, got "
             f"{list(padded.shape)}"
         )
-    column = torch.arange(padded.size(1), device=padded.device)
-    return padded[column < lengths.unsqueeze(1)]
+    columns = torch.arange(padded.size(1), device=padded.device)
+    return padded[columns < lengths.unsqueeze(1)]
 
 
 def pad(
@@ -438,11 +448,11 @@ def pad(
     shape = (lengths.numel(), num_columns, *values.shape[1:])
     if not values.size(0):
         return values.new_full(shape, padding)
-    column = torch.arange(num_columns, device=values.device)
-    positions = offsets[:-1].unsqueeze(1) + column
+    columns = torch.arange(num_columns, device=values.device)
+    positions = offsets[:-1].unsqueeze(1) + columns
     # Positions beyond the last value are padding, so any valid value will do.
     padded = values[positions.clamp(max=values.size(0) - 1)]
-    is_value = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
+    is_value = (columns < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
     return torch.where(is_value, padded, padded.new_full((), padding))
 
 
@@ -575,10 +585,10 @@ def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     if offsets is not None:
         bag_lengths = offsets.diff()
         if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != num_values:
-            ends = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
+            first_and_last = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
             raise ValueError(
                 f"offsets must go from 0 to the number of values = {num_values}, they go from/to "
-                f"{ends}"
+                f"{first_and_last}"
             )
         if bag_lengths.numel() and int(bag_lengths.min()) < 0:
             bag = int(bag_lengths.argmin())
@@ -605,11 +615,11 @@ def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor, indent: s
     """
     if weights is None:
         return nested_text(values, lengths)
-    text_of_name = {
+    text_by_name = {
         "values": nested_text(values, lengths),
         "weights": nested_text(weights, lengths),
     }
-    return in_braces([f'"{name}": {text}' for name, text in text_of_name.items()], indent)
+    return in_braces([f'"{name}": {text}' for name, text in text_by_name.items()], indent)
 
 
 def keyed_text(name: str, entries: dict[str, str]) -> str:
@@ -620,31 +630,31 @@ def keyed_text(name: str, entries: dict[str, str]) -> str:
 
 def in_braces(lines: Sequence[str], indent: str = "") -> str:
     """Format lines within braces; `indent` precedes each line but the first."""
-    joined = ",\n".join(f"{indent}    {line}" for line in lines)
-    return f"{{\n{joined}\n{indent}}}"
+    text = ",\n".join(f"{indent}    {line}" for line in lines)
+    return f"{{\n{text}\n{indent}}}"
 
 
 def nested_text(values: Tensor, lengths: Tensor) -> str:
     """Format the first bags, and the first values of each; reads the device."""
     lengths_shown = lengths[:_MAX_BAGS_SHOWN].tolist()
-    bags, start = [], 0
+    bag_texts, first_value = [], 0
     for length in lengths_shown:
         entries = [
-            _format_value(v)
-            for v in values[start : start + min(length, _MAX_VALUES_SHOWN)].tolist()
+            _format_value(value)
+            for value in values[first_value : first_value + min(length, _MAX_VALUES_SHOWN)].tolist()
         ]
-        omitted = [f"... ({length} in all)"] if length > _MAX_VALUES_SHOWN else []
-        bags.append(f"[{', '.join(entries + omitted)}]")
-        start += length
+        ellipsis = [f"... ({length} in all)"] if length > _MAX_VALUES_SHOWN else []
+        bag_texts.append(f"[{', '.join(entries + ellipsis)}]")
+        first_value += length
     if lengths.numel() > len(lengths_shown):
-        bags.append(f"... ({lengths.numel()} bags in all)")
-    return f"[{', '.join(bags)}]"
+        bag_texts.append(f"... ({lengths.numel()} bags in all)")
+    return f"[{', '.join(bag_texts)}]"
 
 
 def _format_value(value: float | list[float]) -> str:
     """Format a number or nested list of numbers for `str`, floats with 6 digits."""
     if isinstance(value, list):
-        return f"[{', '.join(_format_value(v) for v in value)}]"
+        return f"[{', '.join(_format_value(number) for number in value)}]"
     return str(float(f"{value:.6g}") if isinstance(value, float) else value)
 
 

@@ -190,6 +190,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
         if stride is None:
             if self._inverse is not None:
+                if len(self._inverse) != 2:
+                    raise ValueError(f"inverse_indices must be (keys, rows), got {self._inverse!r}")
                 stride = self._inverse[1].size(-1)
             else:
                 stride = max(self._stride_per_key, default=0)
@@ -269,8 +271,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     @staticmethod
     def from_nested(nested: Mapping[str, Tensor]) -> "KeyedJaggedTensor":
         """Copy a nested tensor `[B, j, ...]` per feature, see `JaggedTensor.from_nested`."""
-        jagged = {key: JaggedTensor.from_nested(tensor) for key, tensor in nested.items()}
-        return KeyedJaggedTensor.from_jt_dict(jagged)
+        jagged_by_key = {key: JaggedTensor.from_nested(tensor) for key, tensor in nested.items()}
+        return KeyedJaggedTensor.from_jt_dict(jagged_by_key)
 
     @staticmethod
     def adopt(other: Any) -> "KeyedJaggedTensor":
@@ -317,7 +319,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         for `copy_`.
         """
         if device is not None:
-            return kjt._map_tensors(lambda t: torch.empty_like(t, device=device))
+            return kjt._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
         return KeyedJaggedTensor.from_valid(
             [],
             kjt._values.new_empty(0),
@@ -449,10 +451,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def index_per_key(self) -> dict[str, int]:
         """Return the position of each key; the first position of a repeated key."""
-        position_of_key = self._index_per_key
-        if position_of_key is None:
-            position_of_key = self._index_per_key = first_position_of_keys(self._keys)
-        return position_of_key
+        position_by_key = self._index_per_key
+        if position_by_key is None:
+            position_by_key = self._index_per_key = first_position_of_keys(self._keys)
+        return position_by_key
 
     _key_indices = index_per_key  # the name that TorchRec's modules call
 
@@ -473,8 +475,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return the first position of each key's values, then their number; waits for a GPU."""
         offsets = self.offsets()
         if offsets.is_meta:  # no data to read: assume features of about the same size
-            count = max(len(self._keys), 1)
-            return [self._values.size(0) * f // count for f in range(len(self._keys) + 1)]
+            num_keys = max(len(self._keys), 1)
+            return [self._values.size(0) * i // num_keys for i in range(len(self._keys) + 1)]
         if self._stride_per_key_per_rank is None:
             if not self._stride:
                 return [num_padding(offsets)] * (len(self._keys) + 1)
@@ -492,9 +494,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         check_content(self._values, self._lengths, self._offsets)
         length_per_key, bounds = self._length_per_key, self._read_bounds()
         if length_per_key is not None and block_offsets(length_per_key) != bounds:
+            lengths = [end - begin for begin, end in pairwise(bounds)]
             raise ValueError(
-                f"length_per_key must be the values per key, {[b - a for a, b in pairwise(bounds)]}"
-                f" by the offsets, got {length_per_key}"
+                f"length_per_key must be the values per key, {lengths} by the offsets, got "
+                f"{length_per_key}"
             )
         devices = {str(tensor.device) for tensor in self._tensors()}
         if len(devices) > 1:
@@ -541,8 +544,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         if self._weights is not None:
             weights = drop_first(self._weights, padding).split(sizes)
         lengths = self.lengths().split(self.stride_per_key())
-        make, tensors_by_key = JaggedTensor.from_valid, zip(values, weights, lengths, strict=True)
-        return dict(zip(self._keys, (make(*t, None) for t in tensors_by_key), strict=True))
+        arguments_by_key = zip(values, weights, lengths, strict=True)
+        jagged = (JaggedTensor.from_valid(*arguments, None) for arguments in arguments_by_key)
+        return dict(zip(self._keys, jagged, strict=True))
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
@@ -598,14 +602,14 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """
         num_values = self._values.size(0) * max(Counter(order).values(), default=0)
         value_offsets = self.offsets()[:: self._stride]
-        sources, begins = segments_at_end(value_offsets, order_tensor, num_values)
+        sources, first_values = segments_at_end(value_offsets, order_tensor, num_values)
         lengths = self.lengths().view(len(self._keys), -1).index_select(0, order_tensor).view(-1)
         return KeyedJaggedTensor.from_valid(
             [self._keys[i] for i in order],
             take_or_fill(self._values, sources, -1),
             None if self._weights is None else take_or_fill(self._weights, sources, 0),
             lengths,
-            (running_sums(lengths) + begins[:1]).to(lengths.dtype),
+            (running_sums(lengths) + first_values[:1]).to(lengths.dtype),
             self._stride,
             self._inverse,
         )
@@ -645,9 +649,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         )
         strides, sizes = self.stride_per_key(), self.length_per_key()
         if self._stride_per_key_per_rank is None and self._stride and self._offsets is not None:
-            starts = self._offsets[:: self._stride]
+            first_values = self._offsets[:: self._stride]
         else:
-            starts = torch.tensor(self.offset_per_key(), device=values.device)
+            first_values = torch.tensor(self.offset_per_key(), device=values.device)
         if self._stride_per_key_per_rank is None:
             selected_lengths = lengths.view(len(sizes), -1).index_select(0, order_tensor).view(-1)
         else:
@@ -657,8 +661,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             )
         num_values = sum(sizes[i] for i in order)
         return (
-            gather_segments(values, starts, order_tensor, num_values),
-            None if weights is None else gather_segments(weights, starts, order_tensor, num_values),
+            gather_segments(values, first_values, order_tensor, num_values),
+            None
+            if weights is None
+            else gather_segments(weights, first_values, order_tensor, num_values),
             selected_lengths,
         )
 
@@ -703,14 +709,14 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             TypeError: `device` is a dtype.
         """
         refuse_dtype(device)
-        on_device = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
+        on_device = self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         if dtype is not None and on_device._weights is not None:
             on_device._weights = on_device._weights.to(dtype)
         return on_device
 
     def pin_memory(self) -> "KeyedJaggedTensor":
         """Copy to page-locked memory, so that copies to a GPU can be asynchronous; needs a GPU."""
-        return self._map_tensors(lambda t: t.pin_memory())
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done; for tensors on a GPU only."""
@@ -753,16 +759,16 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def clear_storage(self) -> int:
         """Free the storages of all tensors, for other views of them too; return their bytes."""
-        freed = self.size_in_bytes()
+        num_freed_bytes = self.size_in_bytes()
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)
-        return freed
+        return num_freed_bytes
 
     def _map_tensors(self, change: _TensorMap) -> "KeyedJaggedTensor":
         """Return a batch in which `change` has replaced each tensor; known numbers are kept."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
-        mapped = KeyedJaggedTensor.from_valid(
+        batch = KeyedJaggedTensor.from_valid(
             self._keys,
             change(self._values),
             None if weights is None else change(weights),
@@ -772,9 +778,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             None if inverse is None else (inverse[0], change(inverse[1])),
             self._stride_per_key_per_rank,
         )
-        mapped._index_per_key = self._index_per_key
-        mapped._length_per_key, mapped._offset_per_key = self._length_per_key, self._offset_per_key
-        return mapped
+        batch._index_per_key = self._index_per_key
+        batch._length_per_key, batch._offset_per_key = self._length_per_key, self._offset_per_key
+        return batch
 
     def __reduce__(self) -> Any:
         layout = (self._stride, self._stride_per_key_per_rank, self._inverse)
@@ -782,17 +788,17 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return KeyedJaggedTensor, (self._keys, *tensors, *layout)
 
     def __str__(self) -> str:
-        shown = {
-            k: bags_text(j.values(), j.weights_or_none(), j.lengths(), "    ")
-            for k, j in self.to_dict().items()
+        text_by_key = {
+            key: bags_text(jagged.values(), jagged.weights_or_none(), jagged.lengths(), "    ")
+            for key, jagged in self.to_dict().items()
         }
-        return keyed_text("KeyedJaggedTensor", shown)
+        return keyed_text("KeyedJaggedTensor", text_by_key)
 
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
-        bags = self._stride if self._stride_per_key_per_rank is None else self._stride_per_key
+        num_bags = self._stride if self._stride_per_key_per_rank is None else self._stride_per_key
         return (
-            f"KeyedJaggedTensor({self._keys}, {bags} bags each, {list(self._values.shape)} "
+            f"KeyedJaggedTensor({self._keys}, {num_bags} bags each, {list(self._values.shape)} "
             f"{self._values.dtype}{weighted}, {self.device()})"
         )
 

@@ -108,13 +108,13 @@ def bags_per_key(strides: list[list[int]], num_keys: int, num_bags: int) -> list
             f"stride_per_key_per_rank must have one list per key = {num_keys}, of the same number "
             f"of ranks, got {len(strides)} of {sorted({len(row) for row in strides})}"
         )
-    sums = [sum(row) for row in strides]
-    if sum(sums) != num_bags or any(count < 0 for row in strides for count in row):
+    num_bags_of_keys = [sum(row) for row in strides]
+    if sum(num_bags_of_keys) != num_bags or any(count < 0 for row in strides for count in row):
         raise ValueError(
             "stride_per_key_per_rank must be >= 0 and add up to the number of bags = "
             f"{num_bags}, got {strides}"
         )
-    return sums
+    return num_bags_of_keys
 
 
 def cached_strides(
@@ -212,7 +212,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     strides = {batch.stride() for batch in batches if batch.keys() or batch.stride()}
     has_variable_stride = any(batch.variable_stride_per_key() for batch in batches)
     has_inverse = any(batch.inverse_indices_or_none() is not None for batch in batches)
-    sizes = [batch.length_per_key_or_none() for batch in batches]
+    lengths_of_batches = [batch.length_per_key_or_none() for batch in batches]
     paddings = [num_padding_of(batch) for batch in batches]
     if len(strides) > 1 and (not has_variable_stride or has_inverse):
         raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
@@ -223,7 +223,9 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
         "stride": max(strides, default=0),
         "stride_per_key_per_rank": _join_strides(batches) if has_variable_stride else None,
         "inverse_indices": _join_inverse(batches) if has_inverse else None,
-        "length_per_key": None if None in sizes else [size for row in sizes for size in row or ()],
+        "length_per_key": None
+        if None in lengths_of_batches
+        else [length for lengths in lengths_of_batches for length in lengths or ()],
     }
 
 
@@ -239,14 +241,14 @@ def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
     if len(rank_counts) > 1 or (has_equal_strides and rank_counts != {1}):
         raise ValueError(
             "batches of variable stride must have the same number of ranks, got "
-            f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "
-            "of them stride_per_key_per_rank"
+            f"{[len(row) for batch in batches for row in batch.stride_per_key_per_rank()[:1]]}: "
+            "give all of them stride_per_key_per_rank"
         )
-    joined: list[list[int]] = []
+    joined_strides: list[list[int]] = []
     for batch in batches:
         strides = batch.stride_per_key_per_rank()
-        joined += strides or [[stride] for stride in batch.stride_per_key()]
-    return joined
+        joined_strides += strides or [[stride] for stride in batch.stride_per_key()]
+    return joined_strides
 
 
 def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
@@ -273,12 +275,12 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
         elif inverse[0] == batch_keys:
             index_rows.append(inverse[1])
         else:
-            position_of = first_position_of_keys(inverse[0])
-            if not set(batch_keys) <= position_of.keys():
+            position_by_key = first_position_of_keys(inverse[0])
+            if not set(batch_keys) <= position_by_key.keys():
                 raise ValueError(
                     f"inverse_indices must have a row per key, {batch_keys}, got {inverse[0]}"
                 )
-            index_rows.append(inverse[1][[position_of[key] for key in batch_keys]])
+            index_rows.append(inverse[1][[position_by_key[key] for key in batch_keys]])
         keys += batch_keys
     if not index_rows:
         return next(batch.inverse_indices() for batch in batches if batch.inverse_indices_or_none())

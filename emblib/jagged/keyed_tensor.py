@@ -75,8 +75,12 @@ class KeyedTensor(metaclass=TracedClass):
         `cat_dim` must be `key_dim`; not checked.
 
         Raises:
-            ValueError: there are no tensors, or not one per key.
+            ValueError: there are no tensors, not one per key, or one without the dimension
+                `key_dim`.
         """
+        if any(tensor.dim() <= key_dim for tensor in tensors):
+            shapes = [list(tensor.shape) for tensor in tensors]
+            raise ValueError(f"tensors must have the dimension key_dim = {key_dim}, got {shapes}")
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
@@ -118,11 +122,11 @@ class KeyedTensor(metaclass=TracedClass):
 
     def index_per_key(self) -> dict[str, int]:
         """Return the last position of each key; do not modify the dictionary."""
-        position_of_key = self._index_per_key
-        if position_of_key is None:
-            position_of_key = {key: position for position, key in enumerate(self._keys)}
-            self._index_per_key = position_of_key
-        return position_of_key
+        position_by_key = self._index_per_key
+        if position_by_key is None:
+            position_by_key = {key: position for position, key in enumerate(self._keys)}
+            self._index_per_key = position_by_key
+        return position_by_key
 
     _key_indices = index_per_key  # the name that TorchRec's modules call
 
@@ -223,12 +227,14 @@ class KeyedTensor(metaclass=TracedClass):
         return KeyedTensor, (self._keys, self._length_per_key, self._values, self._key_dim)
 
     def __str__(self) -> str:
-        return keyed_text("KeyedTensor", {k: _rows_text(v) for k, v in self.to_dict().items()})
+        return keyed_text(
+            "KeyedTensor", {key: _rows_text(block) for key, block in self.to_dict().items()}
+        )
 
     def __repr__(self) -> str:
-        width_of_key = dict(zip(self._keys, self._length_per_key, strict=True))
+        num_columns = dict(zip(self._keys, self._length_per_key, strict=True))
         values = self._values
-        return f"KeyedTensor({width_of_key}, {list(values.shape)} {values.dtype}, {values.device})"
+        return f"KeyedTensor({num_columns}, {list(values.shape)} {values.dtype}, {values.device})"
 
 
 def _rows_text(block: Tensor) -> str:
@@ -297,25 +303,25 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
             f"{sorted(dims)}"
         )
     dim = dims.pop()
-    block_of_key: dict[str, Tensor] = {}
+    block_by_key: dict[str, Tensor] = {}
     repeated_keys: set[str] = set()
     for tensor in tensors:
         keys = tensor.keys()
         if keys:
-            # torch 2.11 cannot compile `block_of_key.keys() & keys`.
-            repeated_keys.update(filter(block_of_key.__contains__, keys))
+            # torch 2.11 cannot compile `block_by_key.keys() & keys`.
+            repeated_keys.update(filter(block_by_key.__contains__, keys))
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
-            block_of_key.update(zip(keys, blocks, strict=True))
+            block_by_key.update(zip(keys, blocks, strict=True))
     for group in groups:
         if isinstance(group, str):
             raise TypeError(f"a group must be a list of keys, got {group!r}: write [{group!r}]")
     try:
-        grouped_blocks = [[block_of_key[key] for key in group] for group in groups]
+        grouped_blocks = [[block_by_key[key] for key in group] for group in groups]
     except KeyError as error:
-        raise KeyError(f"no key {error.args[0]!r}; there are {list(block_of_key)}") from None
-    ambiguous = sorted(key for key in repeated_keys if any(key in group for group in groups))
-    if ambiguous:
-        raise ValueError(f"each key must be in one KeyedTensor, several have {ambiguous}")
+        raise KeyError(f"no key {error.args[0]!r}; there are {list(block_by_key)}") from None
+    ambiguous_keys = sorted(key for key in repeated_keys if any(key in group for group in groups))
+    if ambiguous_keys:
+        raise ValueError(f"each key must be in one KeyedTensor, several have {ambiguous_keys}")
     empty = tensors[0].values().narrow(dim, 0, 0)
     return [torch.cat(group or [empty], dim=dim) for group in grouped_blocks]
 

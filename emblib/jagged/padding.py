@@ -69,9 +69,9 @@ def drop_padding(
     """
     values = batch.values()
     if isinstance(padding_idx, Mapping):
-        unknown = sorted(padding_idx.keys() - set(batch.keys()))
-        if unknown:
-            raise KeyError(f"padding_idx names {unknown}, which are not among {batch.keys()}")
+        unknown_keys = sorted(padding_idx.keys() - set(batch.keys()))
+        if unknown_keys:
+            raise KeyError(f"padding_idx names {unknown_keys}, which are not among {batch.keys()}")
         is_valid = torch.ones_like(values, dtype=torch.bool)
         value_offsets = batch.offset_per_key()
         for key, begin, end in zip(

@@ -116,13 +116,13 @@ class BatchLayout:
             other_entries: dict[int, list[Any]] = {}
             entries: dict[int, list[Any]] = {}
             for entries_of_leaf, layout in ((entries, self), (other_entries, other)):
-                for leaf_index, fixed in enumerate(layout.fixed_parts):
-                    entries_of_leaf[leaf_index] = [fixed]
+                for leaf_index, fixed_part in enumerate(layout.fixed_parts):
+                    entries_of_leaf[leaf_index] = [fixed_part]
                 for part in layout.parts:
                     entries_of_leaf[part.leaf_index].append(
                         f"{part.kind} {list(part.shape)} {part.dtype}"
                     )
-            leaf_index = next(n for n in entries if entries[n] != other_entries[n])
+            leaf_index = next(i for i in entries if entries[i] != other_entries[i])
             raise ValueError(
                 f"{_MUST_MATCH}leaf {leaf_index} has {other_entries[leaf_index]}, that of the "
                 f"first one {entries[leaf_index]}"
@@ -205,18 +205,18 @@ class StaticBatch:
 
     def batch(self) -> Any:
         """Return a new batch of the static tensors; it has cached no numbers on the host yet."""
-        tensors_of_leaf: dict[int, dict[str, Tensor]] = {}
+        tensors_by_leaf: dict[int, dict[str, Tensor]] = {}
         for part, tensor in zip(self._layout.parts, self._tensors, strict=True):
-            tensors_of_leaf.setdefault(part.leaf_index, {})[part.kind] = tensor
+            tensors_by_leaf.setdefault(part.leaf_index, {})[part.kind] = tensor
         leaves: list[Any] = []
-        for leaf_index, fixed in enumerate(self._layout.fixed_parts):
-            tensors = tensors_of_leaf.get(leaf_index, {})
+        for leaf_index, fixed_part in enumerate(self._layout.fixed_parts):
+            tensors = tensors_by_leaf.get(leaf_index, {})
             if "dense" in tensors:
                 leaves.append(tensors["dense"])
             elif "values" in tensors:
-                leaves.append(_make_jagged(fixed, tensors))
+                leaves.append(_make_jagged(fixed_part, tensors))
             else:
-                leaves.append(fixed.value)
+                leaves.append(fixed_part.value)
         return self._layout.unflatten(leaves)
 
     def fill(self, leaves: Sequence[Any]) -> None:
@@ -231,23 +231,23 @@ class StaticBatch:
             self._bound - _values_of(leaves[part.leaf_index]).size(0) if part.kind != "dense" else 0
             for part in self._layout.parts
         ]
-        host_parts = [n for n, source in enumerate(sources) if source.is_cpu]
+        host_parts = [i for i, source in enumerate(sources) if source.is_cpu]
         if self._staging is None or not host_parts:
             targets = self._tensors
         else:
             block = self._staging.acquire()
             staging_views, targets = self._views(block), list(self._tensors)
-            for n in host_parts:
-                targets[n] = staging_views[n]
-        for n, part in enumerate(self._layout.parts):
-            _write(targets[n], sources[n], part.kind, num_paddings[n])
+            for i in host_parts:
+                targets[i] = staging_views[i]
+        for i, part in enumerate(self._layout.parts):
+            _write(targets[i], sources[i], part.kind, num_paddings[i])
         if self._staging is None or not host_parts:
             return
         if len(host_parts) == len(sources):
             self._buffer.copy_(block, non_blocking=True)
         else:
-            for n in host_parts:
-                self._tensors[n].copy_(targets[n], non_blocking=True)
+            for i in host_parts:
+                self._tensors[i].copy_(targets[i], non_blocking=True)
         self._staging.release(block)
 
 
@@ -331,12 +331,14 @@ def _refuse_gradient(tensor: Tensor, leaf_index: int) -> None:
         )
 
 
-def _make_jagged(fixed: _FixedPart, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
+def _make_jagged(
+    fixed_part: _FixedPart, tensors: dict[str, Tensor]
+) -> KeyedJaggedTensor | JaggedTensor:
     """Construct a jagged tensor from its static tensors, by the `kind` of their parts."""
     values, weights, offsets = tensors["values"], tensors.get("weights"), tensors["offsets"]
-    if fixed.kind == "JaggedTensor":
+    if fixed_part.kind == "JaggedTensor":
         return JaggedTensor.from_valid(values, weights, None, offsets)
-    keys, stride = fixed.value
+    keys, stride = fixed_part.value
     return KeyedJaggedTensor.from_valid(list(keys), values, weights, None, offsets, stride)
 
 

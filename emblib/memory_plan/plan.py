@@ -18,7 +18,7 @@ import logging
 import math
 import os
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -193,12 +193,14 @@ class MemoryPlan:
             return 0.0
         # Relative to the largest, so that no sum overflows or underflows.
         weights = [choice.importance / largest for choice in self.choices]
-        losses = (weight * c.loss for weight, c in zip(weights, self.choices, strict=True))
+        losses = (
+            weight * choice.loss for weight, choice in zip(weights, self.choices, strict=True)
+        )
         return sum(losses) / sum(weights)
 
     def __str__(self) -> str:
         header = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
-        lines = [header]
+        rows = [header]
         for choice in self.choices:
             config = choice.before
             name = f"{choice.path}.{config.name}" if choice.path else config.name
@@ -206,26 +208,26 @@ class MemoryPlan:
             storage_text = AS_IT_IS if choice.method == AS_IT_IS else _describe_storage(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             loss = f"{choice.loss:.3f}"
-            lines.append(
+            rows.append(
                 (name, sizes, storage_text, format_bytes(choice.nbytes), share, loss, choice.why)
             )
-        widths = [max(len(line[c]) for line in lines) for c in range(len(header) - 1)]
-        table = [
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+        lines = [
             "  ".join(
-                [*(w.ljust(n) for w, n in zip(line, widths, strict=False)), line[-1]]
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
             ).rstrip()
-            for line in lines
+            for row in rows
         ]
-        total = (
+        summary = (
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)} allowed and "
             f"{format_bytes(self.plain_nbytes)} as given; mean loss {self.loss:.3f}"
         )
         if self.backing is not None:
-            total += (
+            summary += (
                 f"\n{format_bytes(self.backing_nbytes)} of {format_bytes(self.backing.nbytes)} "
                 "allowed in memory behind caches"
             )
-        return "\n".join([total, "", *table, "", *self.assumptions])
+        return "\n".join([summary, "", *lines, "", *self.assumptions])
 
 
 def plan_memory(
@@ -285,7 +287,10 @@ def plan_memory(
     """
     budget = check_count("budget", budget)
     if isinstance(losses, Mapping):  # a curve may be an iterator, which is read once
-        losses = {method: tuple(curve) for method, curve in losses.items()}
+        losses = {
+            method: tuple(curve) if isinstance(curve, Iterable) else curve
+            for method, curve in losses.items()
+        }
     methods = _checked_methods(methods, losses, backing)
     if serving not in (None, 4, 8):
         raise ValueError(f"serving must be None, 8 or 4 bits, got {serving!r}")
@@ -297,15 +302,15 @@ def plan_memory(
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
     model_tables = planned_tables(tables, optimizer)
-    planned = _tables_with_skew(
+    tables_with_skew = _tables_with_skew(
         model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
-    candidates = [_make_candidates(table, methods, serving, device) for table in planned]
+    candidates = [_make_candidates(table, methods, serving, device) for table in tables_with_skew]
     indices = select_choices(
         candidates, Limits(budget, None if backing is None else backing.nbytes)
     )
-    choices = tuple(_with_reason(c, k) for c, k in zip(candidates, indices, strict=True))
-    assumptions = tuple(_describe_assumptions(planned, choices, losses, serving))
+    choices = tuple(map(_with_reason, candidates, indices))
+    assumptions = tuple(_describe_assumptions(tables_with_skew, choices, losses, serving))
     return MemoryPlan(choices, budget, assumptions, backing)
 
 
@@ -317,15 +322,18 @@ def _tables_with_skew(
     backing: BackingMemory | None,
 ) -> list[_PlannedTable]:
     """Return the tables with importance, skew of the lookups and share of all lookups."""
-    planned = frozenset(table.path_name for table in tables)
+    planned_names = frozenset(table.path_name for table in tables)
     curves = {**MEASURED, **(losses or {})}
-    counts = [None if trace is None else _traced_counts(trace, table, planned) for table in tables]
+    counts_by_table = [
+        None if trace is None else _traced_counts(trace, table, planned_names) for table in tables
+    ]
     traced_totals = [
-        float(table_counts.sum()) for table_counts in counts if table_counts is not None
+        float(table_counts.sum()) for table_counts in counts_by_table if table_counts is not None
     ]
     mean_total = sum(traced_totals) / len(traced_totals) if traced_totals else 1.0
-    lookups = [
-        mean_total if table_counts is None else float(table_counts.sum()) for table_counts in counts
+    lookups_by_table = [
+        mean_total if table_counts is None else float(table_counts.sum())
+        for table_counts in counts_by_table
     ]
     return [
         _PlannedTable(
@@ -333,7 +341,7 @@ def _tables_with_skew(
             name=table.path_name,
             config=table.config,
             optimizer=table.optimizer,
-            importance=factor,
+            importance=importance,
             is_assumed=table_counts is None,
             skew=(
                 IdSkew.zipf(table.config.num_embeddings)
@@ -341,12 +349,12 @@ def _tables_with_skew(
                 else IdSkew.of_counts(table_counts)
             ),
             curves=curves,
-            lookup_share=total / sum(lookups),
+            lookup_share=num_lookups / sum(lookups_by_table),
             backing=backing,
-            max_dim=max(t.config.embedding_dim for t in tables if t.path == table.path),
+            max_dim=max(other.config.embedding_dim for other in tables if other.path == table.path),
         )
-        for table, factor, table_counts, total in zip(
-            tables, importances, counts, lookups, strict=True
+        for table, importance, table_counts, num_lookups in zip(
+            tables, importances, counts_by_table, lookups_by_table, strict=True
         )
     ]
 
@@ -414,10 +422,11 @@ def _tensor_train_options(table: _PlannedTable) -> Iterator[_Option]:
 def _hashed_options(table: _PlannedTable) -> Iterator[_Option]:
     """Yield tables whose ids share fewer rows; the loss is the share of lookups that collide."""
     for share in SHARES:
-        rows = int(share * table.rows)
-        if rows:
+        num_rows = int(share * table.rows)
+        if num_rows:
             yield _Option(
-                replace(table.config, storage=Hashed(rows)), table.skew.shared_update_rate(rows)
+                replace(table.config, storage=Hashed(num_rows)),
+                table.skew.shared_update_rate(num_rows),
             )
 
 
@@ -434,18 +443,18 @@ def _quotient_remainder_options(table: _PlannedTable) -> Iterator[_Option]:
 def _evicting_options(table: _PlannedTable) -> Iterator[_Option]:
     """Yield hash tables of fewer rows, which evict."""
     for share in SHARES:
-        rows = int(share * table.rows)
-        if rows:
+        num_rows = int(share * table.rows)
+        if num_rows:
             storage = Hash(eviction=Eviction.LFU)
-            low, high = table.config.bounds  # which follow from the number of rows
+            lower_bound, upper_bound = table.config.bounds  # which follow from the number of rows
             config = replace(
                 table.config,
-                num_embeddings=rows,
+                num_embeddings=num_rows,
                 storage=storage,
-                weight_init_min=low,
-                weight_init_max=high,
+                weight_init_min=lower_bound,
+                weight_init_max=upper_bound,
             )
-            yield _Option(config, EVICTED * table.skew.miss_rate(rows))
+            yield _Option(config, EVICTED * table.skew.miss_rate(num_rows))
 
 
 def _cached_options(table: _PlannedTable) -> Iterator[_Option]:
@@ -501,9 +510,11 @@ def _is_extrapolated(table: _PlannedTable, choice: MemoryChoice) -> bool:
     """Return whether the rank or share of a choice lies outside those with measured losses."""
     if choice.method not in ("tensor_train", "narrow", "quotient_remainder"):
         return False
-    points, row = [x for x, _ in table.curves[choice.method]], 1.0 / table.rows
+    measured_xs, row_share = [x for x, _ in table.curves[choice.method]], 1.0 / table.rows
     # Quotients and remainders have a row more or less than their share.
-    return not min(points) - row <= _curve_x(choice.config) <= max(points) + row
+    return (
+        not min(measured_xs) - row_share <= _curve_x(choice.config) <= max(measured_xs) + row_share
+    )
 
 
 def _loss_at(curve: Curve, x: float) -> float:
@@ -522,29 +533,29 @@ def _make_candidates(
 ) -> list[MemoryChoice]:
     """Return the Pareto-optimal choices for a table, the largest first."""
 
-    def choice(method: str, option: _Option) -> MemoryChoice:
-        sizes = _memory_bytes(table, option.config, serving, device)
+    def make_choice(method: str, option: _Option) -> MemoryChoice:
+        nbytes = _memory_bytes(table, option.config, serving, device)
         return MemoryChoice(
             table.path,
             table.config,
             option.config,
             method,
-            int(sizes.device),
+            int(nbytes.device),
             plain_bytes,
             option.loss,
             table.importance,
-            backing_nbytes=int(sizes.host + sizes.disk),
+            backing_nbytes=int(nbytes.host + nbytes.disk),
             hit_rate=option.hit_rate,
             lookups=table.lookup_share,
         )
 
     plain_bytes = int(_memory_bytes(table, table.config, serving, device).device)
-    candidates = [choice(AS_IT_IS, _Option(table.config, 0.0))]
+    candidates = [make_choice(AS_IT_IS, _Option(table.config, 0.0))]
     if table.config.storage == Dense():
         for method in methods:
             try:
                 candidates += [
-                    choice(method, option) for option in _OPTIONS_BY_METHOD[method](table)
+                    make_choice(method, option) for option in _OPTIONS_BY_METHOD[method](table)
                 ]
             except ValueError as error:  # e.g. initial values that a method cannot draw
                 _LOG.info("%s cannot be stored as %s: %s", table.name, method, error)
@@ -560,20 +571,20 @@ def _memory_bytes(
         optimizer = _NO_STATE
         if isinstance(storage, Dense):
             config = replace(config, storage=Quantized(serving), optimizer=None)
-    sizes = config.storage.nbytes(TableSlice.whole(config), optimizer, device)
+    nbytes = config.storage.nbytes(TableSlice.whole(config), optimizer, device)
     on_host = isinstance(storage, Dense) and storage.placement is Placement.MANAGED_CACHING
     if device == "cuda" and on_host and serving is None:
         # Tables of one collection may share a cache, whose rows are as long as its longest row.
         widest = replace(config, embedding_dim=table.max_dim)
         shared_cache = config.storage.nbytes(TableSlice.whole(widest), optimizer, device)
-        sizes = sizes._replace(device=shared_cache.device)
-    return sizes
+        nbytes = nbytes._replace(device=shared_cache.device)
+    return nbytes
 
 
 def _with_reason(choices: Sequence[MemoryChoice], index: int) -> MemoryChoice:
     """Return the picked choice, with the next larger and smaller ones as its reason."""
     choice, sentences = choices[index], []
-    better = next((c for c in reversed(choices[:index]) if c.cost < choice.cost), None)
+    better = next((other for other in reversed(choices[:index]) if other.cost < choice.cost), None)
     if better is not None:
         bytes_more = format_bytes(better.nbytes - choice.nbytes)
         sentences.append(
@@ -614,11 +625,11 @@ def _describe_assumptions(
     serving: int | None,
 ) -> Iterator[str]:
     """Yield the assumptions of a plan."""
-    without_trace = [table.name for table in tables if table.is_assumed]
-    if without_trace:
+    names_without_trace = [table.name for table in tables if table.is_assumed]
+    if names_without_trace:
         yield (
-            f"No lookups are known of {len(without_trace)} of {len(tables)} tables "
-            f"({_first_names(without_trace)}): their ids are taken to be Zipf-distributed, "
+            f"No lookups are known of {len(names_without_trace)} of {len(tables)} tables "
+            f"({_first_names(names_without_trace)}): their ids are taken to be Zipf-distributed, "
             f"s = {ZIPF}. Record a trace (emblib.TraceRecorder)."
         )
     if not losses:
@@ -626,39 +637,39 @@ def _describe_assumptions(
             "Losses other than by a hash or eviction were measured with +experiment=quality on "
             f"tables of up to {_MEASURED_ROWS:,} rows (docs/memory.md); measure yours likewise."
         )
-        long_trains = [
+        long_train_names = [
             table.name
             for table, choice in zip(tables, choices, strict=True)
             if choice.method == "tensor_train" and table.rows > _LONG_TRAIN_ROWS
         ]
-        if long_trains:
+        if long_train_names:
             yield (
-                f"Tensor trains of larger tables ({_first_names(long_trains)}) are taken to lose "
-                "what trains of their ranks lose there; so small a share of the bytes was not "
+                f"Tensor trains of larger tables ({_first_names(long_train_names)}) are taken to "
+                "lose what trains of their ranks lose there; so small a share of the bytes was not "
                 "measured."
             )
-    extrapolated = [
+    extrapolated_names = [
         table.name
         for table, choice in zip(tables, choices, strict=True)
         if _is_extrapolated(table, choice)
     ]
-    if extrapolated:
+    if extrapolated_names:
         yield (
-            f"Losses of {_first_names(extrapolated)} are extrapolated: no rank or share of the "
-            "bytes as small, or as large, was measured."
+            f"Losses of {_first_names(extrapolated_names)} are extrapolated: no rank or share of "
+            "the bytes as small, or as large, was measured."
         )
-    not_fused = [table.name for table in tables if not is_fused(table.optimizer)]
-    if not_fused and serving is None:
+    not_fused_names = [table.name for table in tables if not is_fused(table.optimizer)]
+    if not_fused_names and serving is None:
         yield (
             "16-bit rows are left out where emblib makes no updates, since others round them to "
-            f"nearest, which was not measured ({_first_names(not_fused)}): give plan_memory the "
-            "optimizer."
+            f"nearest, which was not measured ({_first_names(not_fused_names)}): give plan_memory "
+            "the optimizer."
         )
-    if cached := [c.before.name for c in choices if c.method == "cached"]:
+    if cached_names := [choice.before.name for choice in choices if choice.method == "cached"]:
         yield (
-            f"Hit rates ({_first_names(cached)}) are those of a cache of the least recently used "
-            "rows whose ids are drawn one after another; a step with misses takes longer, which is "
-            "not weighed."
+            f"Hit rates ({_first_names(cached_names)}) are those of a cache of the least recently "
+            "used rows whose ids are drawn one after another; a step with misses takes longer, "
+            "which is not weighed."
         )
     if serving:
         yield f"The loss of rows of {serving} bits is not counted."
@@ -670,27 +681,29 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def _traced_counts(
-    trace: LookupTrace, table: ConfiguredTable, planned: frozenset[str]
+    trace: LookupTrace, table: ConfiguredTable, planned_names: frozenset[str]
 ) -> Tensor | None:
     """Return the number of lookups per id, int64 `[rows]`; None if the trace has no valid one.
 
     Without a traced table at `path.name`, the only traced table of this name is used, unless it is
-    another planned table; `planned` are the `path.name` of all.
+    another planned table; `planned_names` are the `path.name` of all.
     """
-    traced = {f.table for f in trace.features}
+    traced_tables = {feature.table for feature in trace.features}
     path_name = table.path_name
-    if path_name not in traced:
-        same_name = {name for name in traced if name.rpartition(".")[2] == table.config.name}
-        if len(same_name) != 1 or same_name & planned:
+    if path_name not in traced_tables:
+        tables_of_name = {
+            name for name in traced_tables if name.rpartition(".")[2] == table.config.name
+        }
+        if len(tables_of_name) != 1 or tables_of_name & planned_names:
             return None
-        (path_name,) = same_name
-    rows = table.config.num_embeddings
-    counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        (path_name,) = tables_of_name
+    num_rows = table.config.num_embeddings
+    counts = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
     for ids, feature in zip(trace.ids, trace.features, strict=True):
         if feature.table == path_name:
             table_ids = ids.to(torch.int64)
-            is_valid = (table_ids >= 0) & (table_ids < rows)
-            counts += torch.bincount(table_ids[is_valid], minlength=rows)
+            is_valid = (table_ids >= 0) & (table_ids < num_rows)
+            counts += torch.bincount(table_ids[is_valid], minlength=num_rows)
     return counts if counts.any() else None
 
 
@@ -708,8 +721,9 @@ def _checked_methods(
     """
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")
-    methods = methods if isinstance(methods, str) else list(methods)  # an iterator is read once
-    if isinstance(methods, str) or any(method not in _OPTIONS_BY_METHOD for method in methods):
+    is_list = isinstance(methods, Iterable) and not isinstance(methods, str)
+    methods = list(methods) if is_list else methods  # an iterator is read once
+    if not is_list or any(method not in _OPTIONS_BY_METHOD for method in methods):
         method_names = ", ".join(_OPTIONS_BY_METHOD)
         raise ValueError(f"methods must be a list of {method_names}, got {methods!r}")
     if ("cached" in methods) is not (backing is not None):
@@ -722,8 +736,13 @@ def _checked_methods(
     for method, curve in (losses or {}).items():
         if method not in MEASURED:
             raise ValueError(f"losses are measured of {', '.join(MEASURED)}, not of {method!r}")
-        points = sorted(curve)
-        is_falling = all(a[0] < b[0] and a[1] >= b[1] for a, b in pairwise(points))
+        try:
+            points = sorted((float(x), float(loss)) for x, loss in curve)
+        except (TypeError, ValueError):
+            points = []
+        is_falling = all(
+            x < next_x and y >= next_y for (x, y), (next_x, next_y) in pairwise(points)
+        )
         if not points or not is_falling or not all(x > 0 and 0 < loss <= 1 for x, loss in points):
             raise ValueError(
                 f"losses[{method!r}] must be pairs (x > 0, 0 < loss <= 1) whose losses fall as x "

@@ -50,35 +50,39 @@ def planned_tables(
     """
     if not isinstance(tables, nn.Module):
         configs = list(tables) if isinstance(tables, Iterable) else []  # any iterable is read once
-        wrong: list[Any] = [c for c in configs if not isinstance(c, TableConfig)]
-        if wrong or not isinstance(tables, Iterable):
+        wrong_values: list[Any] = [
+            config for config in configs if not isinstance(config, TableConfig)
+        ]
+        if wrong_values or not isinstance(tables, Iterable):
             raise TypeError(
                 "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, got "
-                f"{(wrong[0] if wrong else tables)!r}"
+                f"{(wrong_values[0] if wrong_values else tables)!r}"
             )
-        planned = [ConfiguredTable("", config, config.optimizer or optimizer) for config in configs]
+        all_tables = [
+            ConfiguredTable("", config, config.optimizer or optimizer) for config in configs
+        ]
     else:
         collections: dict[str, Any] = dict(collections_of(tables))
-        shared = {
+        shared_names = {
             name for collection in collections.values() for name in collection.shared_tables()
         }
-        if shared:
+        if shared_names:
             raise ValueError(
-                f"the tables {sorted(shared)} are shared by collections and stay dense: give "
+                f"the tables {sorted(shared_names)} are shared by collections and stay dense: give "
                 "plan_memory the configurations of the other tables, and a budget without the "
                 "bytes of these"
             )
-        planned = [
+        all_tables = [
             ConfiguredTable(path, config, config.optimizer or collection.optimizer)
             for path, collection in collections.items()
             for config in trained_configs(collection)
         ]
-    if not planned:
+    if not all_tables:
         raise ValueError("there are no tables: the model has no collection, or the list is empty")
-    names = [table.path_name for table in planned]
+    names = [table.path_name for table in all_tables]
     if len(set(names)) < len(names):
         raise ValueError(f"tables of a plan must differ in name, got {sorted(names)}")
-    return planned
+    return all_tables
 
 
 def importances_of(
@@ -93,18 +97,20 @@ def importances_of(
     """
     if importance is not None and not isinstance(importance, Mapping):
         raise TypeError(f"importance must be a dict of numbers by table, got {importance!r}")
-    by_name, known_names = dict(importance or {}), set()
-    for name, number in by_name.items():
+    importance_by_name, known_names = dict(importance or {}), set()
+    for name, number in importance_by_name.items():
         if not isinstance(number, Real) or isinstance(number, bool):
             raise TypeError(f"the importance of {name!r} must be a number, got {number!r}")
     importances = []
     for table in tables:
         name = table.config.name
         known_names |= {table.path_name, name}
-        importances.append(float(by_name.get(table.path_name, by_name.get(name, 1.0))))
-    if unknown := sorted(by_name.keys() - known_names):
+        importances.append(
+            float(importance_by_name.get(table.path_name, importance_by_name.get(name, 1.0)))
+        )
+    if unknown_names := sorted(importance_by_name.keys() - known_names):
         raise ValueError(
-            f"importance of tables that are not there: {unknown}; have {sorted(known_names)}"
+            f"importance of tables that are not there: {unknown_names}; have {sorted(known_names)}"
         )
     if not all(math.isfinite(number) and number >= 0 for number in importances):
         raise ValueError(f"importance must be finite numbers >= 0, got {importance}")

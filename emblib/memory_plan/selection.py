@@ -117,8 +117,8 @@ class Limits(NamedTuple):
 
     def allow(self, candidates: Candidates, indices: Sequence[int]) -> bool:
         """Return whether the choices with these indices, one per table, fit."""
-        nbytes, backing = total_nbytes(candidates, indices)
-        return nbytes <= self.budget and (self.backing is None or backing <= self.backing)
+        nbytes, backing_nbytes = total_nbytes(candidates, indices)
+        return nbytes <= self.budget and (self.backing is None or backing_nbytes <= self.backing)
 
 
 def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
@@ -129,12 +129,13 @@ def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
     """
     frontier: list[MemoryChoice] = []
     for candidate in sorted(
-        choices, key=lambda c: (c.nbytes, c.loss, -c.hit_rate, c.backing_nbytes)
+        choices,
+        key=lambda choice: (choice.nbytes, choice.loss, -choice.hit_rate, choice.backing_nbytes),
     ):
         if not any(
-            (k.loss, -k.hit_rate) <= (candidate.loss, -candidate.hit_rate)
-            and k.backing_nbytes <= candidate.backing_nbytes
-            for k in frontier
+            (other.loss, -other.hit_rate) <= (candidate.loss, -candidate.hit_rate)
+            and other.backing_nbytes <= candidate.backing_nbytes
+            for other in frontier
         ):
             frontier.append(candidate)
     return frontier[::-1]
@@ -149,12 +150,14 @@ def select_choices(candidates: Candidates, limits: Limits) -> list[int]:
     try:
         indices = _choose_smallest(candidates, limits)
     except BudgetError:
-        indices = [] if limits.backing is None else _knapsack(candidates, limits, _UNITS_OF_BOTH)
+        indices = (
+            [] if limits.backing is None else _solve_knapsack(candidates, limits, _UNITS_OF_BOTH)
+        )
         if not indices:
             raise
-    plans = [_knapsack(candidates, Limits(limits.budget), _device_units(candidates))]
+    plans = [_solve_knapsack(candidates, Limits(limits.budget), _device_units(candidates))]
     if plans[0] and not limits.allow(candidates, plans[0]):
-        plans = [_knapsack(candidates, limits, _UNITS_OF_BOTH)]
+        plans = [_solve_knapsack(candidates, limits, _UNITS_OF_BOTH)]
     for plan in [*plans, *_uniform_plans(candidates)]:
         if (
             plan
@@ -167,8 +170,10 @@ def select_choices(candidates: Candidates, limits: Limits) -> list[int]:
 
 def total_nbytes(candidates: Candidates, indices: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of device memory and of backing memory of the selected choices."""
-    selected = [choices[k] for choices, k in zip(candidates, indices, strict=True)]
-    return sum(c.nbytes for c in selected), sum(c.backing_nbytes for c in selected)
+    selected_choices = [choices[index] for choices, index in zip(candidates, indices, strict=True)]
+    return sum(choice.nbytes for choice in selected_choices), sum(
+        choice.backing_nbytes for choice in selected_choices
+    )
 
 
 def _choose_smallest(candidates: Candidates, limits: Limits) -> list[int]:
@@ -181,27 +186,30 @@ def _choose_smallest(candidates: Candidates, limits: Limits) -> list[int]:
         BudgetError: these choices take more than a limit.
     """
     indices = [len(choices) - 1 for choices in candidates]
-    nbytes, backing = total_nbytes(candidates, indices)
-    while limits.backing is not None and backing > limits.backing:
+    nbytes, backing_nbytes = total_nbytes(candidates, indices)
+    while limits.backing is not None and backing_nbytes > limits.backing:
         # Device bytes per saved byte of backing memory, table, and index of the other choice.
         exchanges: list[tuple[float, int, int]] = []
-        for t, (choices, k) in enumerate(zip(candidates, indices, strict=True)):
-            for index, choice in enumerate(choices):
-                saved = choices[k].backing_nbytes - choice.backing_nbytes
-                if saved > 0:
-                    exchanges.append(((choice.nbytes - choices[k].nbytes) / saved, t, index))
+        for table, (choices, index) in enumerate(zip(candidates, indices, strict=True)):
+            for other_index, choice in enumerate(choices):
+                saved_nbytes = choices[index].backing_nbytes - choice.backing_nbytes
+                if saved_nbytes > 0:
+                    more_nbytes = choice.nbytes - choices[index].nbytes
+                    exchanges.append((more_nbytes / saved_nbytes, table, other_index))
         if not exchanges:
-            missing_nbytes = backing - limits.backing
+            missing_nbytes = backing_nbytes - limits.backing
             raise BudgetError(
-                f"the tables take at least {format_bytes(backing)} of host memory or disk, which "
-                f"is {format_bytes(missing_nbytes)} more than backing has: raise it, or move "
+                f"the tables take at least {format_bytes(backing_nbytes)} of host memory or disk, "
+                f"which is {format_bytes(missing_nbytes)} more than backing has: raise it, or move "
                 "tables to the device",
                 missing_nbytes,
             )
-        _, t, indices[t] = min(exchanges)
-        nbytes, backing = total_nbytes(candidates, indices)
+        _, table, indices[table] = min(exchanges)
+        nbytes, backing_nbytes = total_nbytes(candidates, indices)
     if nbytes > limits.budget:
-        smallest_choices = [choices[k] for choices, k in zip(candidates, indices, strict=True)]
+        smallest_choices = [
+            choices[index] for choices, index in zip(candidates, indices, strict=True)
+        ]
         largest = max(smallest_choices, key=lambda choice: choice.nbytes)
         missing_nbytes = nbytes - limits.budget
         bound = "at least" if limits.backing is None else "about"
@@ -221,7 +229,7 @@ def _device_units(candidates: Candidates) -> tuple[int, int]:
     return max(_DEVICE_UNITS, _DEVICE_UNITS_PER_TABLE * len(candidates)), 0
 
 
-def _knapsack(candidates: Candidates, limits: Limits, units: tuple[int, int]) -> list[int]:
+def _solve_knapsack(candidates: Candidates, limits: Limits, units: tuple[int, int]) -> list[int]:
     """Return the index of the best choice per table; empty if bytes rounded up do not fit.
 
     Dynamic programming: `least_cost[i, j]` is the least cost of the tables so far, within i units
@@ -229,36 +237,38 @@ def _knapsack(candidates: Candidates, limits: Limits, units: tuple[int, int]) ->
     limits are divided; 0 for backing memory without limit.
     """
     least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64, device="cpu")
-    chosen_by_table = []
+    best_choice_by_table = []
     for choices in candidates:
         costs = torch.full_like(least_cost, math.inf)
         best_choice = torch.zeros_like(least_cost, dtype=torch.int16)
-        for k, choice in enumerate(choices):
+        for index, choice in enumerate(choices):
             device_units, backing_units = _units_used(choice, limits, units)
             if device_units <= units[0] and backing_units <= units[1]:
                 cost = (
                     least_cost[: units[0] + 1 - device_units, : units[1] + 1 - backing_units]
                     + choice.cost
                 )
-                target = costs[device_units:, backing_units:]
-                best_choice[device_units:, backing_units:][cost < target] = k
-                torch.minimum(target, cost, out=target)
+                table_costs = costs[device_units:, backing_units:]
+                best_choice[device_units:, backing_units:][cost < table_costs] = index
+                torch.minimum(table_costs, cost, out=table_costs)
         least_cost = costs
-        chosen_by_table.append(best_choice)
+        best_choice_by_table.append(best_choice)
     if not math.isfinite(float(least_cost[-1, -1])):
         return []
     indices, units_left = [], list(units)
-    for choices, best_choice in zip(reversed(candidates), reversed(chosen_by_table), strict=True):
+    for choices, best_choice in zip(
+        reversed(candidates), reversed(best_choice_by_table), strict=True
+    ):
         indices.append(int(best_choice[units_left[0], units_left[1]]))
         used_units = _units_used(choices[indices[-1]], limits, units)
         units_left = [
-            available - used for available, used in zip(units_left, used_units, strict=True)
+            num_left - num_used for num_left, num_used in zip(units_left, used_units, strict=True)
         ]
     return indices[::-1]
 
 
 def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
-    """Return the units of device and backing memory of a choice, rounded up; see `_knapsack`."""
+    """Return the units of both memories that a choice takes, rounded up; see `_solve_knapsack`."""
     device_units = -(-choice.nbytes * units[0] // limits.budget)
     if limits.backing is None or not choice.backing_nbytes:
         return device_units, 0
@@ -272,12 +282,12 @@ def _uniform_plans(candidates: Candidates) -> Iterator[list[int]]:
         for share in SHARES:
             indices = []
             for choices in candidates:
-                small_enough = [
-                    k
-                    for k, choice in enumerate(choices)
+                small_indices = [
+                    index
+                    for index, choice in enumerate(choices)
                     if choice.method == method and choice.nbytes <= share * choices[0].nbytes
                 ]
-                indices.append(small_enough[0] if small_enough else len(choices) - 1)
+                indices.append(small_indices[0] if small_indices else len(choices) - 1)
             yield indices
 
 
@@ -285,26 +295,28 @@ def _use_remaining_bytes(
     candidates: Candidates, indices: Sequence[int], limits: Limits
 ) -> list[int]:
     """Replace choices by better ones while bytes are left, by descending gain per byte."""
-    result = list(indices)
+    new_indices = list(indices)
     while True:
-        nbytes, backing = total_nbytes(candidates, result)
+        nbytes, backing_nbytes = total_nbytes(candidates, new_indices)
         gains: dict[tuple[int, int], float] = {}  # (table, its better choice) -> gain per byte
-        for table, (choices, k) in enumerate(zip(candidates, result, strict=True)):
-            for index, better in enumerate(choices):
-                gain = choices[k].cost - better.cost
-                extra_nbytes = better.nbytes - choices[k].nbytes
-                backing_after = backing + better.backing_nbytes - choices[k].backing_nbytes
-                has_backing = limits.backing is None or backing_after <= max(
-                    limits.backing, backing
+        for table, (choices, index) in enumerate(zip(candidates, new_indices, strict=True)):
+            for better_index, better in enumerate(choices):
+                gain = choices[index].cost - better.cost
+                extra_nbytes = better.nbytes - choices[index].nbytes
+                new_backing_nbytes = (
+                    backing_nbytes + better.backing_nbytes - choices[index].backing_nbytes
                 )
-                if gain > 0 and nbytes + extra_nbytes <= limits.budget and has_backing:
-                    gains[table, index] = gain / max(extra_nbytes, 1)
+                fits_backing = limits.backing is None or new_backing_nbytes <= max(
+                    limits.backing, backing_nbytes
+                )
+                if gain > 0 and nbytes + extra_nbytes <= limits.budget and fits_backing:
+                    gains[table, better_index] = gain / max(extra_nbytes, 1)
         if not gains:
-            return result
+            return new_indices
         # Ties: the first table, and the last of its choices.
-        table, index = max(gains, key=lambda key: (gains[key], -key[0], key[1]))
-        result[table] = index
+        table, better_index = max(gains, key=lambda entry: (gains[entry], -entry[0], entry[1]))
+        new_indices[table] = better_index
 
 
 def _total_cost(candidates: Candidates, indices: Sequence[int]) -> float:
-    return sum(choices[k].cost for choices, k in zip(candidates, indices, strict=True))
+    return sum(choices[index].cost for choices, index in zip(candidates, indices, strict=True))

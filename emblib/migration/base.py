@@ -64,7 +64,9 @@ class TrainingMemory:
 
     def __str__(self) -> str:
         bytes_by_use = {"states": self.states, "gradient": self.gradient, "cache": self.cache}
-        other_uses = "".join(f" + {format_size(n)} {name}" for name, n in bytes_by_use.items() if n)
+        other_uses = "".join(
+            f" + {format_size(nbytes)} {name}" for name, nbytes in bytes_by_use.items() if nbytes
+        )
         return (
             f"{format_size(self.total)} (rows {format_size(self.rows)}{other_uses})"
             if other_uses
@@ -142,14 +144,14 @@ class Trained:
         if self.in_backward:
             return
         params = [*self.group["params"], parameter]
-        position_of = {id(p): position for position, p in enumerate(self.order)}
+        position_by_id = {id(parameter): position for position, parameter in enumerate(self.order)}
         self.group["params"] = sorted(
-            params, key=lambda p: position_of.get(id(p), len(position_of))
+            params, key=lambda parameter: position_by_id.get(id(parameter), len(position_by_id))
         )
 
     def make_copy(self, weights: Sequence[nn.Parameter]) -> TorchOptimizer:
         """Return an optimizer of the same kind and settings, without states."""
-        settings = {k: v for k, v in self.group.items() if k != "params"}
+        settings = {name: value for name, value in self.group.items() if name != "params"}
         optimizer_class: Any = type(self.optimizer)
         optimizer: TorchOptimizer = optimizer_class([{"params": list(weights), **settings}])
         return optimizer
@@ -160,18 +162,21 @@ def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
 
     The optimizer is None if emblib does not have it; the note is "" without differences.
     """
-    group, kind = trained.group, type(trained.optimizer)
+    group, optimizer_class = trained.group, type(trained.optimizer)
     if group.get("maximize") or group.get("weight_decay"):
         return None, ""
     lr = float(group["lr"])
-    if kind is torch.optim.SGD and not group["momentum"]:
+    if optimizer_class is torch.optim.SGD and not group["momentum"]:
         return optim.SGD(lr), ""
-    if kind is torch.optim.Adagrad and not group["lr_decay"]:
+    if optimizer_class is torch.optim.Adagrad and not group["lr_decay"]:
         return optim.Adagrad(lr, eps=group["eps"]), ""
-    is_rowwise = kind.__module__.startswith("torchrec.") and kind.__name__ == "RowWiseAdagrad"
+    is_rowwise = (
+        optimizer_class.__module__.startswith("torchrec.")
+        and optimizer_class.__name__ == "RowWiseAdagrad"
+    )
     if is_rowwise and not group["lr_decay"]:
         return optim.RowwiseAdagrad(lr, eps=group["eps"]), ""
-    if kind is torch.optim.SparseAdam:
+    if optimizer_class is torch.optim.SparseAdam:
         note = "eps is added after the bias correction of the second moment, in SparseAdam before"
         return optim.Adam(lr, betas=tuple(group["betas"]), eps=group["eps"]), note
     return None, ""
@@ -284,7 +289,11 @@ class TorchWeight:
         """Return the states with an entry per element or per row."""
         weight = self.weight
         shapes = (weight.shape, (weight.shape[0], 1), weight.shape[:1])
-        return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape in shapes}
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape in shapes
+        }
 
     def carry_over(self, table: MigratedTable) -> None:
         """Copy rows, states, step and `requires_grad` into a table; torch's optimizer stays.
@@ -387,11 +396,11 @@ def _in_shape(state: Tensor, shape: torch.Size) -> Tensor:
 
     The number of a row is the mean of its elements, as optimizers with one per row count it.
     """
-    rows = state.reshape(len(state), math.prod(state.shape[1:]))
+    row_values = state.reshape(len(state), math.prod(state.shape[1:]))
     num_columns = math.prod(shape[1:])
-    if num_columns < rows.shape[1]:
-        rows = rows.mean(1, keepdim=True)
-    return rows.expand(-1, num_columns).reshape(shape)
+    if num_columns < row_values.shape[1]:
+        row_values = row_values.mean(1, keepdim=True)
+    return row_values.expand(-1, num_columns).reshape(shape)
 
 
 class Replaced(ABC):
@@ -495,14 +504,14 @@ class Replaced(ABC):
         """Return the rows of each table of either module, `[rows, dim]`, as views."""
 
 
-def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
-    """Return at most `max_rows` distinct random row numbers below `count`; None: all, ascending.
+def chosen_rows(num_rows: int, max_rows: int | None, seed: int) -> Tensor:
+    """Return at most `max_rows` distinct random row numbers below `num_rows`; None: all, ascending.
 
-    Fewer than `max_rows` are returned if `count` is smaller.
+    Fewer than `max_rows` are returned if `num_rows` is smaller.
     """
     if max_rows is None:
-        return torch.arange(count, device="cpu")
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")[
+        return torch.arange(num_rows, device="cpu")
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed), device="cpu")[
         :max_rows
     ]
 

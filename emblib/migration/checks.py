@@ -169,18 +169,18 @@ def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
     """
     copies = _Copies(replaced, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
-    rows, bags = copies.rows("old"), []
+    table_rows, bags = copies.rows("old"), []
     # Ids must be rows of each table that the feature reads, so the smallest table counts.
     num_ids: dict[tuple[str, ...], int] = {}
     for names, table in replaced.features():
-        num_ids[names] = min(len(rows[table]), num_ids.get(names, len(rows[table])))
+        num_ids[names] = min(len(table_rows[table]), num_ids.get(names, len(table_rows[table])))
     for names, _ in replaced.features():
         num_lookups = _CHECKED_BAGS * _IDS_PER_BAG
         ids = torch.randint(num_ids[names], (num_lookups,), generator=generator, device="cpu")
         lengths = torch.full((_CHECKED_BAGS,), _IDS_PER_BAG, device=copies.device)
         bags.append((ids.to(copies.device), lengths))
-    run = copies.step if replaced.is_trained else copies.look_up
-    output_difference = _max_difference([(run("old", bags), run("new", bags))])
+    call = copies.step if replaced.is_trained else copies.look_up
+    output_difference = _max_difference([(call("old", bags), call("new", bags))])
     if not replaced.is_trained:
         return Difference(replaced.paths[0], output_difference, None)
     row_pairs = list(zip(copies.rows("old"), copies.rows("new"), strict=True))
@@ -209,16 +209,16 @@ def time_modules(
         return None
     copies = _Copies(replaced, migrate, None, 0)
 
-    def time_alternately(run: Callable[[str, Sequence[Bags]], Tensor]) -> Times:
+    def time_alternately(call: Callable[[str, Sequence[Bags]], Tensor]) -> Times:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
         for round_index in range(-_WARM_UP_ROUNDS, rounds):
             for name in ("old", "new") if round_index % 2 else ("new", "old"):
-                start = time.perf_counter()
-                run(name, batches[round_index % len(batches)])
+                start_s = time.perf_counter()
+                call(name, batches[round_index % len(batches)])
                 if copies.device.type == "cuda":
                     torch.cuda.synchronize(copies.device)
                 if round_index >= 0:
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append(time.perf_counter() - start_s)
         ratios = [old / new for old, new in zip(seconds["old"], seconds["new"], strict=True)]
         quartiles = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
         old_s, new_s = (statistics.median(seconds[name]) for name in ("old", "new"))
@@ -243,11 +243,13 @@ def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> li
         if feature_index is None:
             return []
         lengths = trace.lengths[feature_index].long()
-        starts = pad(lengths.cumsum(0), (1, 0)).tolist()
+        first_ids = pad(lengths.cumsum(0), (1, 0)).tolist()
         bags = []
-        for begin in range(0, len(lengths) - batch_size + 1, batch_size):
-            ids = trace.ids[feature_index][starts[begin] : starts[begin + batch_size]]
-            bags.append((ids.long().to(device), lengths[begin : begin + batch_size].to(device)))
+        for first_bag in range(0, len(lengths) - batch_size + 1, batch_size):
+            ids = trace.ids[feature_index][first_ids[first_bag] : first_ids[first_bag + batch_size]]
+            bags.append(
+                (ids.long().to(device), lengths[first_bag : first_bag + batch_size].to(device))
+            )
         bags_by_feature.append(bags)
     return [list(batch) for batch in zip(*bags_by_feature, strict=False)]
 

@@ -353,11 +353,11 @@ def migrate(
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
                 left_modules.append(Left(paths[0], str(reason)))
-    for swapped in replaced:  # may raise, so before the first change of model or optimizers
-        in_grad_mode(swapped.carry_over, enabled=False)()
-    for swapped in replaced:
-        swapped.replace_in_optimizers()
-        _set_module(model, swapped.paths, swapped.new)
+    for replacement in replaced:  # may raise, so before the first change of model or optimizers
+        in_grad_mode(replacement.carry_over, enabled=False)()
+    for replacement in replaced:
+        replacement.replace_in_optimizers()
+        _set_module(model, replacement.paths, replacement.new)
     migration = Migration(model, replaced, left_modules, optimizers, tables)
     for text in migration.warnings:
         if text.startswith(_SCHEDULER_WARNING):  # training goes on at a wrong rate, so it is shown
@@ -370,9 +370,9 @@ def _scheduler_warnings(optimizers: Sequence[TorchOptimizer]) -> list[str]:
     # This scheduler, unlike others, leaves no mark on its optimizer. Not `isinstance`, which would
     # read an attribute of each object of the process.
     on_plateau = {
-        id(vars(item).get("optimizer"))
-        for item in gc.get_objects()
-        if issubclass(type(item), torch.optim.lr_scheduler.ReduceLROnPlateau)
+        id(vars(object_).get("optimizer"))
+        for object_ in gc.get_objects()
+        if issubclass(type(object_), torch.optim.lr_scheduler.ReduceLROnPlateau)
     }
     return [
         f"{_SCHEDULER_WARNING} {type(optimizer).__name__} no longer sets the rates of the fused "
@@ -384,8 +384,8 @@ def _scheduler_warnings(optimizers: Sequence[TorchOptimizer]) -> list[str]:
 
 def _as_list(optimizer: Any) -> list[TorchOptimizer]:
     """Return one optimizer or several as a list; raise TypeError for anything else."""
-    is_several = isinstance(optimizer, Sequence)
-    optimizers = list(optimizer) if is_several else [optimizer]
+    is_sequence = isinstance(optimizer, Sequence)
+    optimizers = list(optimizer) if is_sequence else [optimizer]
     for torch_optimizer in optimizers:
         if not hasattr(torch_optimizer, "param_groups"):
             raise TypeError(
@@ -399,15 +399,15 @@ def _factory_of(module: nn.Module) -> Factory | None:
     """Return the class or function that replaces a module; None for other modules."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
         return ReplacedEmbedding
-    for kind in type(module).__mro__:
-        root = kind.__module__.partition(".")[0]
-        if (root, kind.__name__) in _ADVICE:
-            return _refuse(f"{kind.__name__} of {root}: {_ADVICE[root, kind.__name__]}")
+    for base_class in type(module).__mro__:
+        root = base_class.__module__.partition(".")[0]
+        if (root, base_class.__name__) in _ADVICE:
+            return _refuse(f"{base_class.__name__} of {root}: {_ADVICE[root, base_class.__name__]}")
         library = _LIBRARIES.get(root)
         if library is not None:
             factories: Mapping[str, Factory] = importlib.import_module(library).FACTORIES
-            if kind.__name__ in factories:
-                return factories[kind.__name__]
+            if base_class.__name__ in factories:
+                return factories[base_class.__name__]
     return None
 
 

@@ -211,8 +211,8 @@ class MigratedEmbeddingBag(_DropIn):
             input, offsets, per_sample_weights = drop_padding_from_bags(
                 input, offsets, self.padding_idx, per_sample_weights
             )
-        out: Tensor = self.table(input, offsets, per_sample_weights)
-        return out
+        output: Tensor = self.table(input, offsets, per_sample_weights)
+        return output
 
 
 class MigratedEmbedding(_DropIn):
@@ -230,8 +230,8 @@ class MigratedEmbedding(_DropIn):
         if self.padding_idx is not None:  # whose row is zeros and is not trained
             ids = ids.masked_fill(ids == self.padding_idx, -1)  # keeps the dtype, which is checked
         offsets = torch.arange(2, device=ids.device, dtype=ids.dtype) * ids.numel()
-        out: Tensor = self.table(ids, offsets)
-        return out.view(*input.shape, self.embedding_dim)
+        output: Tensor = self.table(ids, offsets)
+        return output.view(*input.shape, self.embedding_dim)
 
 
 class ReplacedEmbedding(Replaced):
@@ -247,13 +247,13 @@ class ReplacedEmbedding(Replaced):
         _check_replaceable(old)
         weight: Any = old.weight
         self.weight = TorchWeight(weight, Trained.of(optimizers, weight), old.sparse)
-        fused, self.note = optimizer_for(self.weight.trained, weight, table_optimizer)
-        if fused is None and old.sparse:
-            fused = optim.External()  # leaves a sparse gradient, as the old module did
+        fused_optimizer, self.note = optimizer_for(self.weight.trained, weight, table_optimizer)
+        if fused_optimizer is None and old.sparse:
+            fused_optimizer = optim.External()  # leaves a sparse gradient, as the old module did
         if isinstance(old, nn.EmbeddingBag):
-            super().__init__(paths, old, MigratedEmbeddingBag(old, fused))
+            super().__init__(paths, old, MigratedEmbeddingBag(old, fused_optimizer))
         else:
-            super().__init__(paths, old, MigratedEmbedding(old, fused))
+            super().__init__(paths, old, MigratedEmbedding(old, fused_optimizer))
 
     @property
     def _table(self) -> MigratedTable:
@@ -300,24 +300,33 @@ class ReplacedEmbedding(Replaced):
         With `max_rows` a padding row is the first one, so there may be `max_rows + 1`.
         """
         old, table = self.old, self._table
-        rows = chosen_rows(old.num_embeddings, max_rows, seed)
+        row_numbers = chosen_rows(old.num_embeddings, max_rows, seed)
         if max_rows is not None and old.padding_idx is not None:
-            rows = torch.cat(
-                [torch.tensor([old.padding_idx], device="cpu"), rows[rows != old.padding_idx]]
+            row_numbers = torch.cat(
+                [
+                    torch.tensor([old.padding_idx], device="cpu"),
+                    row_numbers[row_numbers != old.padding_idx],
+                ]
             )
-        rows = rows.to(old.weight.device)
-        padding = None if old.padding_idx is None else int((rows == old.padding_idx).nonzero()[0])
+        row_numbers = row_numbers.to(old.weight.device)
+        padding = (
+            None if old.padding_idx is None else int((row_numbers == old.padding_idx).nonzero()[0])
+        )
         options: dict[str, Any] = {"padding_idx": padding, "sparse": old.sparse}
         if isinstance(old, nn.EmbeddingBag):
             options["mode"] = old.mode
         module = type(old)(
-            len(rows), old.embedding_dim, dtype=old.weight.dtype, device=rows.device, **options
+            len(row_numbers),
+            old.embedding_dim,
+            dtype=old.weight.dtype,
+            device=row_numbers.device,
+            **options,
         )
-        in_grad_mode(module.weight.copy_, enabled=False)(table.rows[rows])
+        in_grad_mode(module.weight.copy_, enabled=False)(table.rows[row_numbers])
         if not self.is_trained or self.weight.trained is None:
             return module, []
         optimizer = self.weight.trained.make_copy([module.weight])
-        state = self.weight.state_of(table, rows)
+        state = self.weight.state_of(table, row_numbers)
         if state:
             optimizer.state[module.weight] = state
         return module, [optimizer]
@@ -330,8 +339,8 @@ class ReplacedEmbedding(Replaced):
         """Look up the bags, or the ids."""
         ids, lengths = bags[0]
         is_bag = isinstance(self.old, nn.EmbeddingBag)
-        out: Tensor = module(ids, lengths.cumsum(0) - lengths) if is_bag else module(ids)
-        return out
+        output: Tensor = module(ids, lengths.cumsum(0) - lengths) if is_bag else module(ids)
+        return output
 
     def rows(self, module: Any) -> list[Tensor]:
         """Return the rows of the old or the new module, as one tensor `[rows, dim]`."""

@@ -156,9 +156,9 @@ class Counter:
         whether it is relative, and the largest count plus 1, which is 1 at first.
         """
         tail_code = float(_TAILS.index(self.tail)) if self.tail in _TAILS else -1.0
-        rate = 0.0 if decay is None else float(decay.rate)
+        decay_rate = 0.0 if decay is None else float(decay.rate)
         decay_code = float(_DECAYS.index(None if decay is None else type(decay)))
-        numbers = (self.halflife, decay_code, rate, float(self.start), self.bound, tail_code)
+        numbers = (self.halflife, decay_code, decay_rate, float(self.start), self.bound, tail_code)
         if isinstance(self.threshold, RelativeThreshold):
             return (*numbers, self.threshold.fraction_of_largest, 1.0, 1.0)
         return (*numbers, self.threshold, 0.0, 1.0)
@@ -350,8 +350,10 @@ class RowwiseAdagrad(Optimizer):
         variant_numbers = numbers[2:]
         if isinstance(self.counter, Counter):
             fields["counter"] = self.counter.with_parameters(variant_numbers)
-            kind = _DECAYS[int(variant_numbers[1])]
-            fields["weight_decay"] = None if kind is None else kind(variant_numbers[2])
+            decay_class = _DECAYS[int(variant_numbers[1])]
+            fields["weight_decay"] = (
+                None if decay_class is None else decay_class(variant_numbers[2])
+            )
         elif isinstance(self.counter, CowClip):
             fields["counter"] = CowClip(*variant_numbers)
         elif self.global_decay is not None:
@@ -387,8 +389,8 @@ class RowwiseAdagrad(Optimizer):
         if isinstance(self.counter, Counter):
             return (*common, *self.counter.parameters(self.weight_decay))
         if self.counter is not None:
-            clip = self.counter
-            return (*common, clip.halflife, clip.coefficient, clip.lower_bound)
+            cow_clip = self.counter
+            return (*common, cow_clip.halflife, cow_clip.coefficient, cow_clip.lower_bound)
         if self.global_decay is not None:
             decay = self.global_decay
             return (*common, decay.rate, decay.lower_bound, float(decay.start))
@@ -481,11 +483,11 @@ def ensemble_(
     if not (is_averaged or is_swapped):
         return
     keep = 0.0 if step <= optimizer.start else optimizer.keep
-    for fast, ema in zip(weights, slow, strict=True):
+    for weight, ema in zip(weights, slow, strict=True):
         if is_averaged:
-            ema.lerp_(fast.to(ema), 1.0 - keep)
+            ema.lerp_(weight.to(ema), 1.0 - keep)
         if is_swapped:
-            fast.copy_(ema)
+            weight.copy_(ema)
         if is_averaged and optimizer.slow is EmaReset.CLEAR:
             ema.zero_()
 
@@ -502,8 +504,10 @@ def count_largest_(
     if not isinstance(counter, Counter) or counter.update_every <= 0:
         return
     if step % counter.update_every == 0:
-        largest = [count.max() for count in counters if count.numel() > 0]
-        column = Hyper.OPTIMIZER_ARGS + len(optimizer.parameters()) - 1
-        hyper[column] = 1.0 + (
-            torch.stack([x.to(hyper) for x in largest]).max() if largest else 0.0
+        largest_counts = [count.max() for count in counters if count.numel() > 0]
+        hyper_index = Hyper.OPTIMIZER_ARGS + len(optimizer.parameters()) - 1
+        hyper[hyper_index] = 1.0 + (
+            torch.stack([count.to(hyper) for count in largest_counts]).max()
+            if largest_counts
+            else 0.0
         )

@@ -207,22 +207,22 @@ class Optimizer:
         Raises:
             ValueError: a number is out of range.
         """
-        kind: Any = Decoupled if numbers[Hyper.DECAY] else L2
+        decay_class: Any = Decoupled if numbers[Hyper.DECAY] else L2
         rate = numbers[Hyper.DECAY] or numbers[Hyper.L2]
         if not rate and self.weight_decay is not None:
-            kind = type(self.weight_decay)
-        changes: dict[str, Any] = {"weight_decay": self._make_decay(kind, rate)}
-        changes |= self._unpack_fields(tuple(numbers[Hyper.OPTIMIZER_ARGS :]))
-        changed = replace(self, **changes)
-        return self if changed == self else changed  # `ShortCalls` compares by identity
+            decay_class = type(self.weight_decay)
+        new_fields: dict[str, Any] = {"weight_decay": self._make_decay(decay_class, rate)}
+        new_fields |= self._unpack_fields(tuple(numbers[Hyper.OPTIMIZER_ARGS :]))
+        new_optimizer = replace(self, **new_fields)
+        return self if new_optimizer == self else new_optimizer  # `ShortCalls` compares by identity
 
     def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         """Return the fields that `parameters` packed into these numbers."""
         return {}
 
-    def _make_decay(self, kind: Any, rate: float) -> Any:
-        """Return `kind(rate)`; None for a rate of 0 if there is no decay."""
-        return None if not rate and self.weight_decay is None else kind(rate)
+    def _make_decay(self, decay_class: Any, rate: float) -> Any:
+        """Return `decay_class(rate)`; None for a rate of 0 if there is no decay."""
+        return None if not rate and self.weight_decay is None else decay_class(rate)
 
     def _functor_decay_rate(self) -> float:
         """Return the rate of a decay inside the functor."""

@@ -21,8 +21,8 @@ class Awaitable(Generic[T]):
 
     A subclass defines `_wait_impl`, which the first `wait` calls. If `_wait_impl` or a callback
     raises in the first `wait`, every further `wait` raises the same error, because an operation in
-    flight cannot be retried. If it was no Exception, e.g. a KeyboardInterrupt, every further `wait`
-    raises RuntimeError.
+    flight cannot be retried. If it was not an Exception, e.g. a KeyboardInterrupt, every further
+    `wait` raises RuntimeError.
     """
 
     def __init__(self) -> None:

@@ -125,7 +125,9 @@ class FullyShard:
 
         assert ranks.group is not None
         mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
-        ignored_parameters = {p for name, p in module.named_parameters() if name in ignored}
+        ignored_parameters = {
+            parameter for name, parameter in module.named_parameters() if name in ignored
+        }
         options = {"mesh": mesh, "ignored_params": ignored_parameters, **self.options}
         for block in () if self.blocks is None else self.blocks(module):
             fully_shard(block, **options)
@@ -219,13 +221,15 @@ def broadcast_state(module: nn.Module, ranks: RankGroup, ignored: Collection[str
     if ranks.size == 1:
         return
     named_tensors = [*module.named_parameters(), *module.named_buffers()]
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    tensors_by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for name, tensor in named_tensors:
         if name not in ignored:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for tensors in by_kind.values():
+            tensors_by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for tensors in tensors_by_kind.values():
         # Send many small tensors in one message.
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, src=ranks.global_rank(0), group=ranks.group)
-        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        for tensor, values in zip(
+            tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(values.view_as(tensor))

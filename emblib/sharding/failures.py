@@ -287,7 +287,7 @@ class _StatusBoard:
 
     def _faults(self, timeout_s: float) -> dict[int, str]:
         """Return faults by rank: immediately if one is certain, else after `timeout_s` seconds."""
-        other_ranks = [r for r in range(self._ranks.size) if r != self._ranks.rank]
+        other_ranks = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
         first_beats = {rank: self.beat_of(rank) for rank in other_ranks}
         silent_ranks = other_ranks
         deadline_s = time.monotonic() + timeout_s
@@ -296,9 +296,9 @@ class _StatusBoard:
             if faults:
                 return faults
             # A rank whose collective has failed too is not at fault.
-            silent_ranks = [r for r in silent_ranks if not self._get(f"call/{r}")]
+            silent_ranks = [rank for rank in silent_ranks if not self._get(f"call/{rank}")]
             time.sleep(_POLL_SECONDS)
-        silent = {
+        faults_of_silent_ranks = {
             rank: f"wrote no heartbeat for {timeout_s:.0f} s"
             if first_beats[rank]
             else "never entered detect_rank_failures"
@@ -306,7 +306,7 @@ class _StatusBoard:
             if self.beat_of(rank) == first_beats[rank] and self.exit_state(rank) != _DONE
         }
         # A rank that is merely late may be computing, and would have called the collective.
-        return silent or {
+        return faults_of_silent_ranks or {
             rank: "had left detect_rank_failures before the others"
             if self.exit_state(rank) == _DONE
             else "is alive, but did not call the collective that the others waited in"
@@ -333,11 +333,13 @@ class _StatusBoard:
             return
         deadline_s = time.monotonic() + timeout_s
         with suppress(Exception):
-            other_ranks = [r for r in range(self._ranks.size) if r != self._ranks.rank]
+            other_ranks = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
             while other_ranks and time.monotonic() < deadline_s:
                 time.sleep(_POLL_SECONDS)
                 other_ranks = [
-                    r for r in other_ranks if not self.exit_state(r) and not self._certain_fault(r)
+                    rank
+                    for rank in other_ranks
+                    if not self.exit_state(rank) and not self._certain_fault(rank)
                 ]
 
 
@@ -348,7 +350,9 @@ def _without_store(error: Exception, ranks: RankGroup) -> RankFailure:
     return RankFailure(
         f"{server_name}, which serves the store of the process group, cannot be reached "
         f"({type(error).__name__}). Start the job again from its last checkpoint",
-        () if agent_has_store else tuple(r for r in range(ranks.size) if ranks.global_rank(r) == 0),
+        ()
+        if agent_has_store
+        else tuple(rank for rank in range(ranks.size) if ranks.global_rank(rank) == 0),
     )
 
 
@@ -457,9 +461,12 @@ def _gloo_threads() -> dict[str, tuple[str, str]]:
     threads = {}
     for path in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # the thread has just ended
-            facts = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
-            if facts["Name"].startswith("pt_gloo"):
-                threads[path.parent.name] = facts["State"], facts["voluntary_ctxt_switches"]
+            status_fields = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
+            if status_fields["Name"].startswith("pt_gloo"):
+                threads[path.parent.name] = (
+                    status_fields["State"],
+                    status_fields["voluntary_ctxt_switches"],
+                )
     return threads
 
 
@@ -510,14 +517,18 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     if rank == 0:
         round_number = str(meeting.add("rounds", 1))
         meeting.set("newest", round_number)
-        members: dict[str, str] = {}
-        while len(members) < size - 1:
+        name_by_rank: dict[str, str] = {}
+        while len(name_by_rank) < size - 1:
             for member in map(str, range(1, size)):
-                if member not in members and meeting.check([f"{round_number}/{member}"]):
-                    members[member] = meeting.get(f"{round_number}/{member}").decode()
-            missing_ranks = [r for r in range(1, size) if str(r) not in members]
+                if member not in name_by_rank and meeting.check([f"{round_number}/{member}"]):
+                    name_by_rank[member] = meeting.get(f"{round_number}/{member}").decode()
+            missing_ranks = [
+                rank_number
+                for rank_number in range(1, size)
+                if str(rank_number) not in name_by_rank
+            ]
             _check_time(deadline_s, f"ranks {missing_ranks} of {size} have not started", timeout)
-        meeting.set(f"{round_number}/members", json.dumps(members))
+        meeting.set(f"{round_number}/members", json.dumps(name_by_rank))
         return dist.PrefixStore(f"emblib/round/{round_number}", store)
     name, round_number = uuid.uuid4().hex, ""
     while True:
@@ -526,8 +537,8 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
             round_number = newest
             meeting.set(f"{round_number}/{rank}", name)
         if round_number and meeting.check([f"{round_number}/members"]):
-            members = json.loads(meeting.get(f"{round_number}/members"))
-            if members.get(str(rank)) == name:  # a round of a smaller attempt lacks the rank
+            name_by_rank = json.loads(meeting.get(f"{round_number}/members"))
+            if name_by_rank.get(str(rank)) == name:  # a round of a smaller attempt lacks the rank
                 return dist.PrefixStore(f"emblib/round/{round_number}", store)
         _check_time(deadline_s, "rank 0, or another rank, has not started", timeout)
 

@@ -103,12 +103,8 @@ def start_input_dists(
     if error is None and all(request.inputs is not None for request in requests):
         try:
             batches = [_Outgoing.from_request(request) for request in requests]
-            headers = [
-                outgoing.input_dist.headers(outgoing.inputs, outgoing.batch) for outgoing in batches
-            ]
-            row_nbytes = sum(
-                outgoing.input_dist.row_nbytes(outgoing.inputs) for outgoing in batches
-            )
+            headers = [batch.input_dist.headers(batch.inputs, batch.batch) for batch in batches]
+            row_nbytes = sum(batch.input_dist.row_nbytes(batch.inputs) for batch in batches)
             common = [_State.BATCHES, sum(map(_id_nbytes, batches)), row_nbytes]
             state = _State.BATCHES
         except Exception as sorting_error:

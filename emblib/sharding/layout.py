@@ -163,11 +163,8 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
         summed_units = {i for members in unit_groups for i in members}
         direct_units = [unit for i, unit in enumerate(rank_layout.units) if i not in summed_units]
         direct_layouts.append(_layout_of_units(direct_units))
-    return NodeSums(
-        tuple(direct_layouts),
-        tuple(map(_layout_of_units, sums_by_node)),
-        tuple(map(tuple, unit_groups_by_rank)),
-    )
+    node_layouts = tuple(map(_layout_of_units, sums_by_node))
+    return NodeSums(tuple(direct_layouts), node_layouts, tuple(map(tuple, unit_groups_by_rank)))
 
 
 def _layout_of_units(units: Sequence[LookupUnit]) -> RankLayout:

@@ -169,7 +169,9 @@ class DistributedModelParallel(nn.Module):
             describe=lambda parsed: {"": {"wrap": parsed or wrap}},
         )
         ignored = names_of_tables(model) - _names_of_dense_tables(model)
-        dense = [p for name, p in model.named_parameters() if name not in ignored]
+        dense_parameters = [
+            parameter for name, parameter in model.named_parameters() if name not in ignored
+        ]
         buffers = [buffer for name, buffer in model.named_buffers() if name not in ignored]
 
         def check() -> None:
@@ -178,14 +180,17 @@ class DistributedModelParallel(nn.Module):
                     "the dense part is wrapped already: make the model with wrap='none' to wrap it "
                     "later"
                 )
-            if any(tensor.is_meta for tensor in (*dense, *buffers)):
+            if any(tensor.is_meta for tensor in (*dense_parameters, *buffers)):
                 raise RuntimeError(
                     "the dense part is on the meta device, since the model was made with "
                     "init_parameters=False: allocate and load it, then call wrap_dense"
                 )
 
         fingerprint.agree(self.dense_ranks, prepare=check)
-        has_trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
+        has_trained = any(
+            parameter.requires_grad and not is_updated_in_backward(parameter)
+            for parameter in dense_parameters
+        )
         # DDP raises for a model without parameters that need gradients.
         if wrapping is not None and self.dense_ranks.size > 1 and has_trained:
             self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
@@ -217,8 +222,8 @@ class DistributedModelParallel(nn.Module):
     @shows_attribute_errors
     def plan(self) -> ShardingPlan:
         """Return the sharding of every table."""
-        modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
-        return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
+        plans_by_path = {path: module.plan for path, module in sharded_modules(self.module).items()}
+        return ShardingPlan(plans_by_path, World(self.ranks.size, self.ranks.local_size))
 
     @property
     @shows_attribute_errors
@@ -258,13 +263,13 @@ class DistributedModelParallel(nn.Module):
         for submodule in model.modules():
             if submodule not in collection_modules:
                 submodule._apply(lambda tensor: tensor.to(device), recurse=False)
-        copied = shallow_copy(self)
-        copied.__dict__.pop("fused_optimizer", None)
-        # `copied._wrapped = ...` would change the dict of submodules that both models share.
-        copied.__dict__["_modules"] = {**self._modules, "_wrapped": model}
-        copied.__dict__["_joint_dist"] = JointDist(model, self.ranks)
-        copied.__dict__["_is_wrapped"] = False
-        return copied
+        model_copy = shallow_copy(self)
+        model_copy.__dict__.pop("fused_optimizer", None)
+        # `model_copy._wrapped = ...` would change the dict of submodules that both models share.
+        model_copy.__dict__["_modules"] = {**self._modules, "_wrapped": model}
+        model_copy.__dict__["_joint_dist"] = JointDist(model, self.ranks)
+        model_copy.__dict__["_is_wrapped"] = False
+        return model_copy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model for the batch of this rank; all ranks must call this together."""
@@ -297,15 +302,15 @@ class DistributedModelParallel(nn.Module):
 
 def _describe_dense(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Describe the parameters and buffers outside of collections, for the comparison of ranks."""
-    tables = {
+    table_ids = {
         id(tensor)
         for collection in collections_of(module).values()
         for tensor in (*collection.parameters(), *collection.buffers())
     }
     named_tensors = [*module.named_parameters(), *module.named_buffers()]
-    dense = {name: tensor for name, tensor in named_tensors if id(tensor) not in tables}
-    description: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
-    for name, tensor in dense.items():
+    dense_tensors = {name: tensor for name, tensor in named_tensors if id(tensor) not in table_ids}
+    description: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense_tensors)}}
+    for name, tensor in dense_tensors.items():
         description[f"parameter or buffer {name}"] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -333,23 +338,23 @@ def _move_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
     """Raise ValueError for unsharded tables that backward updates: replicas would diverge."""
     sharded_names = names_of_tables(module)
-    unsharded = [
+    unsharded_names = [
         name
         for name, parameter in module.named_parameters()
         if name not in sharded_names and hasattr(parameter, "_in_backward_optimizers")
     ]
     paths = tuple(f"{path}." if path else "" for path in collections_of(module))
-    outside = [name for name in unsharded if not name.startswith(paths)]
-    if outside:
+    outside_names = [name for name in unsharded_names if not name.startswith(paths)]
+    if outside_names:
         raise ValueError(
-            f"{outside} have an optimizer in backward and belong to no collection, so every rank "
-            "would step them with its own gradients: pass only parameters of collections to "
+            f"{outside_names} have an optimizer in backward and belong to no collection, so every "
+            "rank would step them with its own gradients: pass only parameters of collections to "
             "_apply_optimizer_in_backward, and the others to an optimizer in the training loop"
         )
-    if unsharded:
+    if unsharded_names:
         raise ValueError(
             "parameters that backward updates must belong to collections in the plan, otherwise "
-            f"replicas diverge: add the collections of {unsharded} to the plan, e.g. as "
+            f"replicas diverge: add the collections of {unsharded_names} to the plan, e.g. as "
             "data_parallel()"
         )
 
@@ -357,9 +362,12 @@ def _check_that_tables_are_sharded(module: nn.Module) -> None:
 def names_of_tables(module: nn.Module) -> set[str]:
     """Return the names in `module` of the parameters and buffers of its sharded collections."""
     names: set[str] = set()
-    for path, part in sharded_modules(module).items():
+    for path, collection in sharded_modules(module).items():
         prefix = f"{path}." if path else ""
-        names.update(prefix + name for name, _ in (*part.named_parameters(), *part.named_buffers()))
+        names.update(
+            prefix + name
+            for name, _ in (*collection.named_parameters(), *collection.named_buffers())
+        )
     return names
 
 
@@ -367,9 +375,9 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
     """Return the names of parameters of replicated tables that are trained like the dense part."""
     dense_parameters = {
         parameter
-        for part in module.modules()
-        if isinstance(part, ReplicatedTables) and not part.is_synchronised
-        for handle in part.groups.handles
+        for replicated_tables in module.modules()
+        if isinstance(replicated_tables, ReplicatedTables) and not replicated_tables.is_synchronised
+        for handle in replicated_tables.groups.handles
         for parameter in handle.parameters()
     }
     return {name for name, parameter in module.named_parameters() if parameter in dense_parameters}

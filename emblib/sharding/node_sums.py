@@ -247,20 +247,15 @@ class NodeSumStep:
         `local` are the rows of this rank, flat. If `has_sums`, the result is float32; else it is
         `local`.
         """
-        send_order = self._send_order
+        order = self._send_order
         if not self.has_sums:
             self._rows = local[:0]
             return local
         rows = route.combine(
-            local,
-            send_order.targets,
-            send_order.pieces,
-            None,
-            send_order.num_elements,
-            torch.float32,
+            local, order.targets, order.pieces, None, order.num_elements, torch.float32
         )
-        self._rows = rows[send_order.num_direct_elements :]
-        return rows[: send_order.num_direct_elements]
+        self._rows = rows[order.num_direct_elements :]
+        return rows[: order.num_direct_elements]
 
     def rows_to_sum(self) -> SentValues:
         """Return the rows to send to the ranks of this node that sum them."""
@@ -316,16 +311,11 @@ class NodeSumStep:
 
         `gradients`, flat, are those of the rows that `pack` returned, then of the rows to sum.
         """
-        send_order = self._send_order
+        order = self._send_order
         if not self.has_sums:
             return gradients
         return route.combine_backward(
-            gradients,
-            send_order.targets,
-            send_order.pieces,
-            None,
-            send_order.num_local_elements,
-            torch.float32,
+            gradients, order.targets, order.pieces, None, order.num_local_elements, torch.float32
         )
 
 

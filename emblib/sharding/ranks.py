@@ -146,9 +146,9 @@ class RankGroup:
         if self.size == 1:
             return [value]
         check_call(Content.OBJECTS, self)
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, self.group)
-        return gathered
+        values_by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(values_by_rank, value, self.group)
+        return values_by_rank
 
     def __copy__(self) -> RankGroup:
         return self
@@ -250,24 +250,26 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
     is not checked.
     """
     assert ranks.group is not None
-    by_size = _node_ranks.setdefault(ranks.group, {})
-    if ranks.local_size not in by_size:
+    node_ranks_by_size = _node_ranks.setdefault(ranks.group, {})
+    if ranks.local_size not in node_ranks_by_size:
         if ranks.device.type == "cpu":
             name = ranks.gather_objects(uuid.uuid4().hex)[0]
             first_rank, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
-            on_node = range(first_rank, first_rank + ranks.local_size)
-            across_nodes = range(ranks.local_rank, ranks.size, ranks.local_size)
-            local = _connect_subgroup(ranks, on_node, f"{name}/node{ranks.node}", timeout)
-            across = _connect_subgroup(
-                ranks, across_nodes, f"{name}/across{ranks.local_rank}", timeout
+            node_members = range(first_rank, first_rank + ranks.local_size)
+            across_members = range(ranks.local_rank, ranks.size, ranks.local_size)
+            local_ranks = _connect_subgroup(
+                ranks, node_members, f"{name}/node{ranks.node}", timeout
+            )
+            across_ranks = _connect_subgroup(
+                ranks, across_members, f"{name}/across{ranks.local_rank}", timeout
             )
         else:
-            local, across = make_node_groups(ranks)
-        by_size[ranks.local_size] = NodeRanks(
-            RankGroup(local, local_size=ranks.local_size, device=ranks.device),
-            RankGroup(across, local_size=1, device=ranks.device),
+            local_ranks, across_ranks = make_node_groups(ranks)
+        node_ranks_by_size[ranks.local_size] = NodeRanks(
+            RankGroup(local_ranks, local_size=ranks.local_size, device=ranks.device),
+            RankGroup(across_ranks, local_size=1, device=ranks.device),
         )
-    return by_size[ranks.local_size]
+    return node_ranks_by_size[ranks.local_size]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:

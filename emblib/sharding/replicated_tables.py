@@ -68,11 +68,9 @@ class ReplicatedTables(LayoutBuffers):
         """
         self.restore_layout()
         ids, offsets, weights = select_features(inputs, self._features, self.order)
-        batch_sizes = (
-            [[inputs.bag_counts[feature]] for feature in self._features]
-            if inputs.is_variable
-            else None
-        )
+        batch_sizes = None
+        if inputs.is_variable:
+            batch_sizes = [[inputs.bag_counts[feature]] for feature in self._features]
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
         return in_grad_mode(self.groups, enabled=with_grad)(
             ids, offsets, weights, batch_sizes=batch_sizes

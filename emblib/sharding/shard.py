@@ -223,10 +223,7 @@ def _select_collections(
         if id(child) not in selected_by_id
     }
     check_plans_of_shared(
-        [
-            (collection.path, collection.source, collection.plan)
-            for collection in selected_by_id.values()
-        ],
+        [(selected.path, selected.source, selected.plan) for selected in selected_by_id.values()],
         unselected_collections,
     )
     return list(selected_by_id.values())
@@ -306,16 +303,12 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
             that a subclass or the instance has changed, modules, parameters or buffers in addition
             to its tables, or hooks.
     """
-    collection_class = type(source)
-    base_class = next(
-        (base_class for base_class in collection_class.__mro__ if base_class in SHARDED), None
-    )
+    source_class = type(source)
+    base_class = next(filter(SHARDED.__contains__, source_class.__mro__), None)
     if base_class is None:
-        names = sorted({collection_class.__name__ for collection_class in SHARDED})
-        raise TypeError(
-            f"what is sharded must be one of {', '.join(names)}, got {collection_class.__name__}"
-        )
-    subclasses = collection_class.__mro__[: collection_class.__mro__.index(base_class)]
+        names = ", ".join(sorted({sharded_class.__name__ for sharded_class in SHARDED}))
+        raise TypeError(f"what is sharded must be one of {names}, got {source_class.__name__}")
+    subclasses = source_class.__mro__[: source_class.__mro__.index(base_class)]
     changed_names = sorted(
         {
             name
@@ -327,7 +320,7 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     )
     if changed_names:
         raise TypeError(
-            f"the collection{f' at {path!r}' if path else ''} is a {collection_class.__name__}, "
+            f"the collection{f' at {path!r}' if path else ''} is a {source_class.__name__}, "
             f"a subclass of {base_class.__name__} that changes {', '.join(changed_names)}, "
             "which its sharded form would not do: put the collection into a module that does it, "
             "or leave it out of the plan"

@@ -567,11 +567,8 @@ class ShardedTables(nn.Module):
         """
         check_ids(features.values(), allow_uint64=self._all_keyed)
         unit_features = [unit.feature for unit in self._local_layout.units]
-        is_whole = (
-            self._is_local
-            and unit_features == sorted(unit_features)
-            and features.keys() == self._keys
-        )
+        is_sorted = unit_features == sorted(unit_features)
+        is_whole = self._is_local and is_sorted and features.keys() == self._keys
         if is_whole and self.groups.has_one_module and self.groups.pooling is not Pooling.NONE:
             return features
         batch = checked_batch(features, self._bounds_check)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from emblib.columns import Hyper
@@ -156,15 +157,10 @@ def check_digests(
         RuntimeError: hyperparameters differ between ranks; on every rank.
     """
     compared_collections = [collection for collection in collections if collection]
-    owners_by_entry = [
-        owners_by_entry
-        for collection in compared_collections
-        for owners_by_entry in collection.tables
-    ]
-    by_entry = list(
-        zip(*digests_by_rank or (), strict=True)
-    )  # digests of all ranks, by entry of `tables`
-    for owner_ranks, digests in zip(owners_by_entry, by_entry, strict=False):
+    # By entry of `tables`: the ranks of the entry, and the digests of all ranks.
+    owners_by_entry = chain.from_iterable(collection.tables for collection in compared_collections)
+    digests_by_entry = zip(*digests_by_rank or (), strict=True)
+    for owner_ranks, digests in zip(owners_by_entry, digests_by_entry, strict=False):
         if len({digests[rank] for rank in owner_ranks}) > 1:
             _raise_differences(compared_collections, ranks)
 

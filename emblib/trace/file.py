@@ -85,8 +85,8 @@ class LookupTrace:
             "version": VERSION,
             "features": features,
             "ids": list(self.ids),
-            "lengths": [stored.values for stored in stored_lengths],
-            "samples": [stored.num_samples for stored in stored_lengths],
+            "lengths": [stored_length.values for stored_length in stored_lengths],
+            "samples": [stored_length.num_samples for stored_length in stored_lengths],
         }
         with saving(path) as file:  # given a path, torch would put its name into the bytes
             save_archive(content, file)

@@ -69,14 +69,18 @@ def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
 
     A root without embeddings counts as an embedding that is called with a KeyedJaggedTensor.
     """
-    embedding_of_module: dict[nn.Module, NamedEmbedding] = {}
+    embedding_by_module: dict[nn.Module, NamedEmbedding] = {}
     for root in roots:
         for embedding in _outermost_embeddings(root):
-            embedding_of_module.setdefault(embedding.module, embedding)
+            embedding_by_module.setdefault(embedding.module, embedding)
     inner_modules = {
-        inner for outer in embedding_of_module for inner in outer.modules() if inner is not outer
+        inner for outer in embedding_by_module for inner in outer.modules() if inner is not outer
     }
-    return [e for module, e in embedding_of_module.items() if module not in inner_modules]
+    return [
+        embedding
+        for module, embedding in embedding_by_module.items()
+        if module not in inner_modules
+    ]
 
 
 def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
@@ -95,14 +99,14 @@ def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Return distinct names: a repeated name gets its position appended, or a larger number."""
-    used_names, result = set(names), []
+    used_names, new_names = set(names), []
     for position, name in enumerate(names):
         new_name, number = name, position
         while names.count(name) > 1 and new_name in used_names:
             new_name, number = f"{name}-{number}", number + 1
         used_names.add(new_name)
-        result.append(new_name)
-    return result
+        new_names.append(new_name)
+    return new_names
 
 
 def _find_reader(module: nn.Module) -> CallReader | None:
@@ -133,11 +137,17 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
     return args[position] if len(args) > position else kwargs.get(name)
 
 
+def _first_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
+    return [_argument(args, kwargs, position, name) for position, name in enumerate(names)]
+
+
 def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids and lengths, int64 `[samples]`, of bags without offsets: one per sample."""
     if ids.is_nested:
-        rows = [row.reshape(-1) for row in ids.unbind()]
-        return torch.cat(rows), torch.tensor([row.numel() for row in rows], device="cpu")
+        samples = [sample.reshape(-1) for sample in ids.unbind()]
+        return torch.cat(samples), torch.tensor(
+            [sample.numel() for sample in samples], device="cpu"
+        )
     num_samples = ids.size(0) if ids.dim() else 1
     return ids, torch.full(
         (num_samples,), ids.numel() // max(num_samples, 1), dtype=torch.int64, device="cpu"
@@ -149,7 +159,7 @@ def _read_bag(
 ) -> list[Bags]:
     """Return the bags of a call of `nn.EmbeddingBag`."""
     assert isinstance(module, nn.EmbeddingBag)
-    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "offsets")))
+    ids, offsets = _first_arguments(args, kwargs, "input", "offsets")
     if offsets is None:
         ids, lengths = _bags_of_one_length(ids)
     else:
@@ -181,7 +191,7 @@ def _read_tensor_train(
 ) -> list[Bags]:
     """Return the bags of a call of `TTEmbeddingBag`."""
     assert isinstance(module, TTEmbeddingBag)
-    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
+    ids, offsets = _first_arguments(args, kwargs, "indices", "offsets")
     spec = module.spec
     feature = TracedFeature(name, spec.name or name, spec.rows, spec.dim)
     if offsets is None:
@@ -198,12 +208,12 @@ def _read_batched(
     is_indexed = hasattr(module, "indexes")  # then there are more ids than rows
     bags: Any = module.rows if is_indexed else module
     features = []
-    for f, t in enumerate(bags.feature_tables):
-        spec, table = bags.tables[t], f"{name}.{bags.table_names[t]}"
+    for feature, table_number in enumerate(bags.feature_tables):
+        spec, table = bags.tables[table_number], f"{name}.{bags.table_names[table_number]}"
         features.append(
-            TracedFeature(f"{name}.{f}", table, 0 if is_indexed else spec.rows, spec.dim)
+            TracedFeature(f"{name}.{feature}", table, 0 if is_indexed else spec.rows, spec.dim)
         )
-    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
+    ids, offsets = _first_arguments(args, kwargs, "indices", "offsets")
     if offsets is None:  # bags of one length, in rows
         offsets = torch.arange(len(ids) + 1, device=ids.device) * (ids.numel() // max(len(ids), 1))
     elif not getattr(bags, "include_last_offset", True):
@@ -216,13 +226,13 @@ def _read_fbgemm(
 ) -> list[Bags]:
     """Return the bags of a call of a table-batched module of FBGEMM, feature by feature."""
     features = []
-    for f, t in enumerate(module.feature_table_map):
-        spec = module.embedding_specs[t]
+    for feature, table in enumerate(module.feature_table_map):
+        spec = module.embedding_specs[table]
         # Modules for inference have the name before the rows.
         rows_index = int(isinstance(spec[0], str))
-        rows, dim = (int(n) for n in spec[rows_index : rows_index + 2])
-        features.append(TracedFeature(f"{name}.{f}", f"{name}.{t}", rows, dim))
-    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
+        num_rows, dim = (int(number) for number in spec[rows_index : rows_index + 2])
+        features.append(TracedFeature(f"{name}.{feature}", f"{name}.{table}", num_rows, dim))
+    ids, offsets = _first_arguments(args, kwargs, "indices", "offsets")
     batch_sizes = _argument(args, kwargs, 4, "batch_size_per_feature_per_rank")
     return _bags_of_batch(features, ids, offsets, batch_sizes)
 
@@ -257,9 +267,11 @@ def _split_by_feature(
     features: Sequence[TracedFeature], ids: Tensor, lengths: Tensor, bags_per_feature: Sequence[int]
 ) -> list[Bags]:
     """Split the bags of a batch by feature."""
-    by_feature = lengths.to("cpu", torch.int64).split(list(bags_per_feature))
-    ids_by_feature = ids.split([int(feature_lengths.sum()) for feature_lengths in by_feature])
-    return [Bags(*fields) for fields in zip(features, ids_by_feature, by_feature, strict=True)]
+    lengths_by_feature = lengths.to("cpu", torch.int64).split(list(bags_per_feature))
+    ids_by_feature = ids.split(
+        [int(feature_lengths.sum()) for feature_lengths in lengths_by_feature]
+    )
+    return list(map(Bags, features, ids_by_feature, lengths_by_feature))
 
 
 def _configurations(module: nn.Module) -> list[Any] | None:
@@ -283,7 +295,9 @@ def _read_keyed(
         TypeError: the first argument is not a KeyedJaggedTensor.
     """
     jagged = args[0] if args else next(iter(kwargs.values()), None)
-    if jagged is None or not all(hasattr(jagged, n) for n in ("keys", "values", "lengths")):
+    if jagged is None or not all(
+        hasattr(jagged, method) for method in ("keys", "values", "lengths")
+    ):
         raise TypeError(
             f"{name} must be called with a KeyedJaggedTensor (keys(), values(), lengths()) to be "
             f"recorded, got {type(jagged).__name__}: pass the embeddings inside it to TraceRecorder"
@@ -298,12 +312,14 @@ def _read_keyed(
     if configs is None:
         return all_bags
     # A collection looks up a feature once per table that reads it, and ignores other features.
-    num_tables = Counter(feature for config in configs for feature in config.feature_names)
+    num_tables_by_feature = Counter(
+        feature for config in configs for feature in config.feature_names
+    )
     bags_of_tables = []
     for (key, bags), config in product(zip(keys, all_bags, strict=True), configs):
         if key not in config.feature_names:
             continue
-        suffix = f"@{config.name}" if num_tables[key] > 1 else ""
+        suffix = f"@{config.name}" if num_tables_by_feature[key] > 1 else ""
         feature = TracedFeature(
             f"{name}.{key}{suffix}",
             f"{name}.{config.name}",
@@ -427,10 +443,11 @@ class TraceRecorder:
         return LookupTrace(
             tuple(calls[0].feature for calls in calls_by_name),
             tuple(
-                _to_narrowest_dtype(torch.cat([c.ids for c in calls])) for calls in calls_by_name
+                _to_narrowest_dtype(torch.cat([bags.ids for bags in calls]))
+                for calls in calls_by_name
             ),
             tuple(
-                _to_narrowest_dtype(torch.cat([c.lengths for c in calls]))
+                _to_narrowest_dtype(torch.cat([bags.lengths for bags in calls]))
                 for calls in calls_by_name
             ),
         )
@@ -502,5 +519,5 @@ def _valid_lookups(bags: Bags) -> Bags:
 
 def _to_narrowest_dtype(values: Tensor) -> Tensor:
     """Convert non-negative values to the narrowest of `INTEGERS` that holds them."""
-    largest = int(values.max()) if values.numel() else 0
-    return values.to(next(dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max))
+    largest_value = int(values.max()) if values.numel() else 0
+    return values.to(next(dtype for dtype in INTEGERS if largest_value <= torch.iinfo(dtype).max))

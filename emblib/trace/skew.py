@@ -42,12 +42,14 @@ class IdSkew:
         values, sizes = counts.detach().cpu().double().unique(return_counts=True)
         # Each small count is a group; larger counts that differ by a few per cent form one.
         steps = (_STEPS_PER_E * values.clamp(min=1e-9).log()).round()
-        group_of = steps.unique(return_inverse=True)[1]
-        group_of = torch.where(values <= _NUM_SINGLES, values, _NUM_SINGLES + 1.0 + group_of)
-        group_of = group_of.unique(return_inverse=True)[1]
-        group_sizes = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64, device="cpu")
-        lookups = group_sizes.index_add(0, group_of, values * sizes)
-        group_sizes.index_add_(0, group_of, sizes.double())
+        group_numbers = steps.unique(return_inverse=True)[1]
+        group_numbers = torch.where(
+            values <= _NUM_SINGLES, values, _NUM_SINGLES + 1.0 + group_numbers
+        )
+        group_numbers = group_numbers.unique(return_inverse=True)[1]
+        group_sizes = torch.zeros(int(group_numbers[-1]) + 1, dtype=torch.float64, device="cpu")
+        lookups = group_sizes.index_add(0, group_numbers, values * sizes)
+        group_sizes.index_add_(0, group_numbers, sizes.double())
         shares = lookups / group_sizes / max(float(lookups.sum()), 1.0)
         return cls(shares.flip(0), group_sizes.flip(0))
 
@@ -58,9 +60,11 @@ class IdSkew:
         Ids above some 128 have the share of the middle id of their group.
         """
         single_ids = torch.arange(1, min(rows, _NUM_SINGLES) + 1, dtype=torch.float64, device="cpu")
-        low, high = math.log(len(single_ids) + 1), math.log(rows + 1)
+        min_log_id, max_log_id = math.log(len(single_ids) + 1), math.log(rows + 1)
         steps = (
-            torch.linspace(low, high, _NUM_STEPS, dtype=torch.float64, device="cpu").exp().round()
+            torch.linspace(min_log_id, max_log_id, _NUM_STEPS, dtype=torch.float64, device="cpu")
+            .exp()
+            .round()
         )
         bounds = torch.cat([single_ids, steps]).unique()  # first id of each group, then rows + 1
         sizes = bounds.diff()
@@ -88,14 +92,16 @@ class IdSkew:
         shares, sizes = self.shares[is_used], self.sizes[is_used]
         if not len(shares) or rows >= float(sizes.sum()):
             return 1.0
-        low, high = 0.0, 1.0
-        while float(sizes @ -torch.expm1(-shares * high)) < rows:
-            low, high = high, 2.0 * high
+        min_lookups, max_lookups = 0.0, 1.0
+        while float(sizes @ -torch.expm1(-shares * max_lookups)) < rows:
+            min_lookups, max_lookups = max_lookups, 2.0 * max_lookups
         for _ in range(_NUM_BISECTIONS):
-            guess = (low + high) / 2
-            is_below = float(sizes @ -torch.expm1(-shares * guess)) < rows
-            low, high = (guess, high) if is_below else (low, guess)
-        return float((sizes * shares) @ -torch.expm1(-shares * high))
+            num_lookups = (min_lookups + max_lookups) / 2
+            is_below = float(sizes @ -torch.expm1(-shares * num_lookups)) < rows
+            min_lookups, max_lookups = (
+                (num_lookups, max_lookups) if is_below else (min_lookups, num_lookups)
+            )
+        return float((sizes * shares) @ -torch.expm1(-shares * max_lookups))
 
     def shared_update_rate(self, rows: int) -> float:
         """Estimate the share of a row's updates that are by other ids, if ids hash to `rows` rows.
@@ -113,8 +119,8 @@ class IdSkew:
         shares, sizes = self.shares[is_used], self.sizes[is_used]
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
         # The expected value of exp(-o t), then that of s / (s + o).
-        expected = (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
-        unshared = (decay * expected) @ steps * shares  # s / (s + o) by group
+        mean_decay = (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
+        unshared = (decay * mean_decay) @ steps * shares  # s / (s + o) by group
         return min(max(0.0, 1.0 - float((sizes * shares) @ unshared)), 1.0)
 
     @cached_property
@@ -124,8 +130,10 @@ class IdSkew:
         Values below `_MIN_FACTOR` are raised to it.
         """
         shares = self.shares[self.shares > 0]
-        low = -math.log(float(shares.max())) - _LOG_BEFORE
-        high = -math.log(float(shares.min())) + _LOG_AFTER
-        grid = torch.linspace(low, high, _NUM_GRID_POINTS, dtype=torch.float64, device="cpu").exp()
+        min_log_t = -math.log(float(shares.max())) - _LOG_BEFORE
+        max_log_t = -math.log(float(shares.min())) + _LOG_AFTER
+        grid = torch.linspace(
+            min_log_t, max_log_t, _NUM_GRID_POINTS, dtype=torch.float64, device="cpu"
+        ).exp()
         decay = torch.outer(-shares, grid).exp().clamp(min=_MIN_FACTOR)
-        return decay, grid * (high - low) / (_NUM_GRID_POINTS - 1)
+        return decay, grid * (max_log_t - min_log_t) / (_NUM_GRID_POINTS - 1)

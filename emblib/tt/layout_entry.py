@@ -39,28 +39,28 @@ def from_specs(specs: Sequence[Any]) -> Tensor:
     return rows[0] if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
 
-def _entry_per_table(saved: Tensor | None, count: int) -> list[Tensor | None]:
+def _entry_per_table(saved_entry: Tensor | None, count: int) -> list[Tensor | None]:
     """Split the entry of a module into `count` entries without padding; None for missing ones.
 
     An entry that is not `[T, n]` is returned for each table.
     """
-    if saved is None or saved.dim() != 2:
-        return [saved] * count
-    rows: list[Tensor | None] = [row[: int((row != 0).sum())] for row in saved]
+    if saved_entry is None or saved_entry.dim() != 2:
+        return [saved_entry] * count
+    rows: list[Tensor | None] = [row[: int((row != 0).sum())] for row in saved_entry]
     return (rows + [None] * count)[:count]
 
 
-def describe_difference(saved: Tensor | None, current: Tensor) -> str:
+def describe_difference(saved_entry: Tensor | None, current: Tensor) -> str:
     """Describe how the saved entry of one table differs from the current one; "" if it does not.
 
     Older state dicts have no entry (None). Then the ids must not be permuted, and the shapes of the
     cores must determine ranks and factors; the number of rows is not compared.
     """
     current_fields = _parse_entry(current)
-    if saved is None and current_fields["ids"] != "as_given":
+    if saved_entry is None and current_fields["ids"] != "as_given":
         current_ids = current_fields["ids"]
         return f"there is no {NAME}, so the ids of these cores are as given, here {current_ids}"
-    if saved is None:
+    if saved_entry is None:
         other_layouts = [
             layout
             for layout in _layouts_of_equal_shapes(current_fields)
@@ -74,14 +74,16 @@ def describe_difference(saved: Tensor | None, current: Tensor) -> str:
             f"{_describe(other_layouts[0])}: if they are of this one, add the {NAME} that "
             "state_dict() has here"
         )
-    if saved.dim() != 1 or saved.numel() < _MIN_NUMBERS:
-        return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved.shape)}"
-    saved_fields = _parse_entry(saved)
+    if saved_entry.dim() != 1 or saved_entry.numel() < _MIN_NUMBERS:
+        return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved_entry.shape)}"
+    saved_fields = _parse_entry(saved_entry)
     if saved_fields == current_fields:
         return ""
-    differing = ", ".join(key for key in current_fields if saved_fields[key] != current_fields[key])
+    differing_names = ", ".join(
+        key for key in current_fields if saved_fields[key] != current_fields[key]
+    )
     return (
-        f"the cores are of another tensor train, which differs in {differing}: saved are "
+        f"the cores are of another tensor train, which differs in {differing_names}: saved are "
         f"{_describe(saved_fields)}, here are {_describe(current_fields)}; make the table with "
         "those that were saved"
     )
@@ -104,14 +106,14 @@ def describe_mismatch(
     saved_names = [key for key in expected_cores if key in state_dict]
     if not saved_names:
         return ""
-    saved = state_dict.get(f"{prefix}{NAME}")
-    if saved is not None and (not isinstance(saved, Tensor) or saved.is_meta):
-        return f"{prefix}{NAME}: must be a tensor with values, got {saved!r}"
+    saved_entry = state_dict.get(f"{prefix}{NAME}")
+    if saved_entry is not None and (not isinstance(saved_entry, Tensor) or saved_entry.is_meta):
+        return f"{prefix}{NAME}: must be a tensor with values, got {saved_entry!r}"
     differences = map(
-        describe_difference, _entry_per_table(saved, len(specs)), map(from_spec, specs)
+        describe_difference, _entry_per_table(saved_entry, len(specs)), map(from_spec, specs)
     )
-    differing = next(filter(None, differences), "")
-    return f"{prefix}cores: {differing}" if differing else ""
+    first_difference = next(filter(None, differences), "")
+    return f"{prefix}cores: {first_difference}" if first_difference else ""
 
 
 def _parse_entry(numbers: Tensor) -> dict[str, Any]:
@@ -143,8 +145,8 @@ def _layouts_of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]
     """Yield the fields of all tensor trains with equal rows, dim and core shapes."""
     full_ranks = (1, *fields["ranks"], 1)
     widths = [
-        rank_before * q * rank_after
-        for rank_before, q, rank_after in zip(
+        rank_before * dim_factor * rank_after
+        for rank_before, dim_factor, rank_after in zip(
             full_ranks, fields["dim_factors"], full_ranks[1:], strict=False
         )
     ]
@@ -177,5 +179,7 @@ def _ranks_and_dim_factors(
 
 def _divisors_of(number: int) -> list[int]:
     """Return the divisors of a positive number, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    small_divisors = [
+        divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0
+    ]
+    return sorted({*small_divisors, *(number // divisor for divisor in small_divisors)})

@@ -16,24 +16,24 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-def row_factors(rows: int, cores: int) -> tuple[int, ...]:
-    """Choose `cores` near-equal factors, descending, whose product is at least `rows` >= 1."""
+def row_factors(rows: int, num_cores: int) -> tuple[int, ...]:
+    """Choose `num_cores` near-equal factors, descending, whose product is at least `rows` >= 1."""
     factors = []
-    for cores_left in range(cores, 0, -1):
+    for cores_left in range(num_cores, 0, -1):
         factor = _ceil_root(rows, cores_left)
         factors.append(factor)
         rows = -(-rows // factor)
     return tuple(factors)
 
 
-def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
+def dim_factors(dim: int, num_cores: int) -> tuple[int, ...]:
     """Choose the most balanced exact factors of `dim` >= 1, ascending; some are 1 if need be.
 
     Balanced means the least sum; among equal sums a last factor divisible by 4 is preferred, for
     vector registers. They ascend because the work per prefix depends on the first factors only.
     """
     return min(
-        _factorisations(dim, cores, 1),
+        _factorisations(dim, num_cores, 1),
         key=lambda factors: (sum(factors), factors[-1] % 4 != 0, factors),
     )
 

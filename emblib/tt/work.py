@@ -48,7 +48,7 @@ class TTWork(NamedTuple):
 
         Args:
             dim_factors: q, one per core.
-            full_ranks: R with the 1 at both ends, `cores + 1` numbers.
+            full_ranks: R with the 1 at both ends, one number more than cores.
             rows: number of distinct rows.
             lefts: number of distinct left halves.
             rights: number of distinct right halves.

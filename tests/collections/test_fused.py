@@ -264,6 +264,8 @@ def test_applied_in_backward_to_one_table() -> None:
         apply_optimizer_in_backward(optim.SGD(0.5), [handles["b"].weight], {"lr": 0.1})
     with pytest.raises(KeyError, match="there are no tables"):
         collection.set_optimizers({"c": optim.SGD(0.5)})
+    with pytest.raises(TypeError, match="optimizers must be a dict"):
+        collection.set_optimizers([optim.SGD(0.5)])
 
 
 def test_a_refused_call_gives_no_parameter_an_optimizer() -> None:

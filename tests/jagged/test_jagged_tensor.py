@@ -58,6 +58,8 @@ def test_padded_matrices() -> None:
     ]
     assert jagged.to_padded_dense(2, 10).tolist()[-1] == [6, 7]
     assert jagged.to_padded_dense(0).shape == (6, 0)
+    with pytest.raises(ValueError, match="desired_length must be >= 0, got -1"):
+        jagged.to_padded_dense(-1)
     weights = jagged.to_padded_dense_weights(2)
     assert weights is not None
     assert weights.tolist()[2] == [30, 0]

@@ -97,6 +97,8 @@ def test_wrong_ones_are_refused() -> None:
         KeyedTensor(["a"], [1, 2], torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"size of dimension 1 = 3, got \[2\]"):
         KeyedTensor(["a"], [2], torch.zeros(1, 3)).validate()
+    with pytest.raises(ValueError, match=r"the dimension key_dim = 1, got \[\[2\]\]"):
+        KeyedTensor.from_tensor_list(["a"], [torch.zeros(2)])
     with pytest.raises(ValueError, match="keys must differ"):
         KeyedTensor(["a", "a"], [1, 1], torch.zeros(1, 2)).validate()
     with pytest.raises(KeyError, match="no key 'z'; there are"):

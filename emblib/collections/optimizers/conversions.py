@@ -100,11 +100,11 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
 def _refuse_unused(params: Mapping[str, Any], accepted: Sequence[str], optimizer: str) -> None:
     """Raise ValueError if optimizer arguments other than `accepted` are set."""
     names = (*_HYPERPARAMETERS, "gradient_clipping")
-    unused = [name for name in names if params.get(name) and name not in accepted]
-    if unused:
+    unused_names = [name for name in names if params.get(name) and name not in accepted]
+    if unused_names:
         raise ValueError(
-            f"{', '.join(unused)} would have no effect on {optimizer}: leave it out, or choose an "
-            "optimizer that has it"
+            f"{', '.join(unused_names)} would have no effect on {optimizer}: leave it out, or "
+            "choose an optimizer that has it"
         )
 
 
@@ -191,7 +191,9 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         if name in defaults.hyperparameters:
             defaults.hyperparameters[name] = options.pop(name)
     maximize = options.pop("maximize", False)
-    unsupported = {k: v for k, v in options.items() if k not in _IGNORED_ARGUMENTS and v}
+    unsupported = {
+        name: value for name, value in options.items() if name not in _IGNORED_ARGUMENTS and value
+    }
     if unsupported:
         raise ValueError(
             f"{unsupported} of {optimizer_class.__name__} are not supported by tables, which take "

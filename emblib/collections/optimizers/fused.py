@@ -17,6 +17,7 @@ from emblib.collections.optimizers.torch_states import (
     from_torch_states,
     is_of_torch,
     with_names,
+    without_params,
 )
 from emblib.columns import Hyper
 from emblib.grad_mode import in_grad_mode, without_gradients
@@ -98,7 +99,11 @@ class FusedOptimizer(KeyedOptimizer):
         self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
         for tables in entries.values():
-            parameters = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
+            parameters = {
+                prefix + name: parameter
+                for prefix, table in tables
+                for name, parameter in table.parameters.items()
+            }
             params.update(parameters)
             self._local_names.append(list(parameters))
             table_modules = {
@@ -107,7 +112,7 @@ class FusedOptimizer(KeyedOptimizer):
                 for table_module in table.modules
             }
             self._table_modules.append(list(table_modules.values()))
-            self._names.append([prefix + name for prefix, t in tables for name in t.names])
+            self._names.append([prefix + name for prefix, table in tables for name in table.names])
             if any(table_module.grad_anchor.is_meta for table_module in table_modules.values()):
                 raise RuntimeError(
                     "hyperparameters of tables on meta cannot be read: make the FusedOptimizer "
@@ -137,9 +142,13 @@ class FusedOptimizer(KeyedOptimizer):
 
     def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which the tables are sharded; None without sharding."""
-        methods = (getattr(m, "gradient_ranks", None) for m in self._modules_by_path.values())
+        methods = (
+            getattr(module, "gradient_ranks", None) for module in self._modules_by_path.values()
+        )
         all_ranks = (method() for method in methods if method is not None)
-        return super().gradient_ranks() or next((r for r in all_ranks if r is not None), None)
+        return super().gradient_ranks() or next(
+            (ranks for ranks in all_ranks if ranks is not None), None
+        )
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, on all ranks."""
@@ -168,7 +177,7 @@ class FusedOptimizer(KeyedOptimizer):
             **state,
             **{name: state[first_name] for name, first_name in aliases if first_name in state},
         }
-        checked = []
+        modules_and_states = []
         for path, module in self._modules_by_path.items():
             prefix = _join_path(path, "")
             states = {
@@ -177,8 +186,8 @@ class FusedOptimizer(KeyedOptimizer):
                 if name.startswith(prefix)
             }
             module.check_optimizer_state(states)
-            checked.append((module, states))
-        return checked
+            modules_and_states.append((module, states))
+        return modules_and_states
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same tables, of this class or of `torch.optim`: all or nothing.
@@ -202,8 +211,8 @@ class FusedOptimizer(KeyedOptimizer):
             state_dict = from_torch_states(state_dict, self.keyed_state(), self._templates())
         self._check_groups()
         groups: list[Any] = self.param_groups[: len(self._table_modules)]
-        for group, saved in zip(groups, state_dict["param_groups"], strict=False):
-            group.check({key: value for key, value in saved.items() if key != "params"})
+        for group, saved_group in zip(groups, state_dict["param_groups"], strict=False):
+            group.check(without_params(saved_group))
         state_dict = super().check_state_dict(state_dict)
         self._checked_states(state_dict["state"])
         return state_dict
@@ -212,9 +221,11 @@ class FusedOptimizer(KeyedOptimizer):
         """Return the optimizer and the current hyperparameters of each group."""
         templates = []
         for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
-            current = modules[0].optimizer if modules else optimizer
-            hyper = modules[0].hyperparams.detach() if modules else current.hyperparams("cpu")
-            templates.append(Template(current, hyper.clone().cpu()))
+            current_optimizer = modules[0].optimizer if modules else optimizer
+            hyperparams = (
+                modules[0].hyperparams.detach() if modules else current_optimizer.hyperparams("cpu")
+            )
+            templates.append(Template(current_optimizer, hyperparams.clone().cpu()))
         return templates
 
     def _check_groups(self) -> None:
@@ -225,7 +236,7 @@ class FusedOptimizer(KeyedOptimizer):
             if not isinstance(group, TableGroup) or not group.is_connected:
                 parameters = self._parameters_of(group_index)
                 self.param_groups[group_index] = TableGroup({"params": parameters})
-                self._connect(group_index).update({k: v for k, v in group.items() if k != "params"})
+                self._connect(group_index).update(without_params(group))
             else:
                 group.warn_of_disagreement()
 
@@ -234,9 +245,11 @@ class FusedOptimizer(KeyedOptimizer):
         group: Any = self.param_groups[group_index]
         optimizer, modules = self._optimizers[group_index], self._table_modules[group_index]
         rates = [module.learning_rate for module in modules]
-        current = modules[0].optimizer if modules else optimizer
-        group.show_entries({"lr": rates[0] if rates else optimizer.lr, **group_entries_of(current)})
-        group.connect(current, modules, rates)
+        current_optimizer = modules[0].optimizer if modules else optimizer
+        group.show_entries(
+            {"lr": rates[0] if rates else optimizer.lr, **group_entries_of(current_optimizer)}
+        )
+        group.connect(current_optimizer, modules, rates)
         group.show()
         return group
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any, Protocol
 
 import torch
@@ -109,32 +110,35 @@ def clip_grad_norm_(
     if ranks is None:
         _refuse_updated_in_backward(num_updated)
     # Empty gradients need no scaling, and torch's infinity norm raises for them.
-    parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
+    parameters = [
+        parameter for parameter in parameters if parameter.grad is None or parameter.grad.numel()
+    ]
     is_clipped = max_norm < math.inf  # inf / inf would be NaN
-    if is_clipped and ranks is None and not any(_is_sparse(p) for p in parameters):
+    if is_clipped and ranks is None and not any(map(_is_sparse, parameters)):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    with_grad = [p for p in parameters if p.grad is not None]
+    parameters_with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     if ranks is None:
-        total = _total_norm([_values_of(p) for p in with_grad], norm_type)
+        total_norm = _total_norm(list(map(_values_of, parameters_with_grad)), norm_type)
     else:
-        total = _norm_over_ranks(with_grad, norm_type, ranks, num_updated)
-    if error_if_nonfinite and not total.isfinite():
+        total_norm = _norm_over_ranks(parameters_with_grad, norm_type, ranks, num_updated)
+    if error_if_nonfinite and not total_norm.isfinite():
         raise RuntimeError(
-            f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
+            f"all gradients together have a norm of {float(total_norm)}, which cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
     if not is_clipped:
-        return total
+        return total_norm
     # DTensors separately: torch cannot scale a list with both kinds.
-    dense = [p for p in with_grad if not _is_sparse(p)]
-    for same_kind in (list(filter(_is_dtensor, dense)), [p for p in dense if not _is_dtensor(p)]):
-        torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, total)
-    factor = (max_norm / (total + _NORM_EPS)).clamp(max=1.0)
-    for parameter in with_grad:
+    dense_parameters = list(filterfalse(_is_sparse, parameters_with_grad))
+    for select in (filter, filterfalse):
+        same_kind = list(select(_is_dtensor, dense_parameters))
+        torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, total_norm)
+    factor = (max_norm / (total_norm + _NORM_EPS)).clamp(max=1.0)
+    for parameter in parameters_with_grad:
         if _is_sparse(parameter):
             values = _values_of(parameter)
             values.mul_(factor.to(values.device))
-    return total
+    return total_norm
 
 
 @without_gradients
@@ -146,17 +150,19 @@ def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """
     parameters = list(parameters)
     _refuse_updated_in_backward(_num_updated_in_backward(parameters))
-    with_grad = [p for p in parameters if p.grad is not None]
-    if dense := [p for p in with_grad if not _is_sparse(p)]:
-        torch.nn.utils.clip_grad_value_(dense, clip_value)
-    for parameter in with_grad:
+    parameters_with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    if dense_parameters := list(filterfalse(_is_sparse, parameters_with_grad)):
+        torch.nn.utils.clip_grad_value_(dense_parameters, clip_value)
+    for parameter in parameters_with_grad:
         if _is_sparse(parameter):
             _values_of(parameter).clamp_(-clip_value, clip_value)
 
 
 def _num_updated_in_backward(parameters: Sequence[Tensor]) -> int:
     """Count the trained parameters of tables that backward updates."""
-    return sum(p.requires_grad and is_updated_in_backward(p) for p in parameters)
+    return sum(
+        parameter.requires_grad and is_updated_in_backward(parameter) for parameter in parameters
+    )
 
 
 def _refuse_updated_in_backward(count: int) -> None:
@@ -218,30 +224,30 @@ def _norm_over_ranks(
     All of them raise ValueError if `num_updated`, the number of this rank's parameters that
     backward updates, is positive on any.
     """
-    shards: list[Tensor] = []
-    replicas: list[Tensor] = []
+    shard_grads: list[Tensor] = []
+    replica_grads: list[Tensor] = []
     dtensor_grads: list[Tensor] = []
     for parameter in parameters:
         grad, mark = parameter.grad, _gradient_marks.get(parameter)
         assert grad is not None
         if _is_dtensor(parameter) and norm_type == math.inf:
             any_grad: Any = grad
-            shards.append(any_grad.to_local())  # may be empty, which torch's maximum refuses
+            shard_grads.append(any_grad.to_local())  # may be empty, which torch's maximum refuses
         elif _is_dtensor(parameter):
             dtensor_grads.append(grad)
         elif mark is None or mark.share is GradientShare.REPLICA:
-            replicas.append(_values_of(parameter))
+            replica_grads.append(_values_of(parameter))
         elif mark.share is GradientShare.SHARD:
-            shards.append(_values_of(parameter))
-    local_norms = [_host_norm(shards, norm_type), _host_norm(replicas, norm_type)]
-    updated = torch.tensor(float(num_updated), device="cpu")
-    norms_of_ranks = ranks.all_gather_floats(torch.stack([*local_norms, updated]))
+            shard_grads.append(_values_of(parameter))
+    local_norms = [_host_norm(shard_grads, norm_type), _host_norm(replica_grads, norm_type)]
+    num_updated_tensor = torch.tensor(float(num_updated), device="cpu")
+    norms_of_ranks = ranks.all_gather_floats(torch.stack([*local_norms, num_updated_tensor]))
     _refuse_updated_in_backward(int(norms_of_ranks[:, 2].max()))
     # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.
     norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
     if dtensor_grads:
-        total: Any = torch.nn.utils.get_total_norm(dtensor_grads, norm_type)
-        norms.append(total.full_tensor().to(norms_of_ranks).view(1))
+        dtensor_norm: Any = torch.nn.utils.get_total_norm(dtensor_grads, norm_type)
+        norms.append(dtensor_norm.full_tensor().to(norms_of_ranks).view(1))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 

@@ -60,13 +60,17 @@ def apply_optimizer_in_backward(
         if handle is None or owner is None:
             other_parameters.append(parameter)
             continue
-        fused = optimizer if isinstance(optimizer, Optimizer) else from_torch(optimizer, arguments)
+        fused_optimizer = (
+            optimizer if isinstance(optimizer, Optimizer) else from_torch(optimizer, arguments)
+        )
         _, optimizers_by_name = tables.setdefault(id(owner), (owner, {}))
-        optimizers_by_name[handle.name] = fused
+        optimizers_by_name[handle.name] = fused_optimizer
     if other_parameters:
         _check_of_torch(optimizer)
         _check_without_optimizer(other_parameters)
-    torch_optimizers = [(p, optimizer([p], **arguments)) for p in other_parameters]
+    torch_optimizers = [
+        (parameter, optimizer([parameter], **arguments)) for parameter in other_parameters
+    ]
     for owner, optimizers_by_name in tables.values():
         owner.set_optimizers(optimizers_by_name)
     for parameter, torch_optimizer in torch_optimizers:
@@ -120,13 +124,19 @@ def _optimizer_set_by_torch(table: str, handle: TableHandle) -> Optimizer | None
         torch_optimizers = (
             getattr(parameter, _IN_BACKWARD_ATTRIBUTE) if is_marked_by_torch(parameter) else []
         )
-        if any(float(s.state.get(parameter, {}).get("step", 0)) > 0 for s in torch_optimizers):
+        states = [torch_optimizer.state.get(parameter, {}) for torch_optimizer in torch_optimizers]
+        if any(float(state.get("step", 0)) > 0 for state in states):
             raise ValueError(
                 f"the optimizer in backward of table {table!r} has made steps, and its state would "
                 "be lost: shard the model before it is trained"
             )
         try:
-            optimizers.append([_to_fused(s, parameter, k) for k, s in enumerate(torch_optimizers)])
+            optimizers.append(
+                [
+                    _to_fused(torch_optimizer, parameter, index)
+                    for index, torch_optimizer in enumerate(torch_optimizers)
+                ]
+            )
         except (TypeError, ValueError) as error:
             error.add_note(f"(of table {table!r}, by torch's own _apply_optimizer_in_backward)")
             raise
@@ -170,8 +180,8 @@ def _check_without_optimizer(parameters: Sequence[nn.Parameter]) -> None:
 
 def _step_in_backward(parameter: nn.Parameter, torch_optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer of one parameter when its gradient is complete; free the gradient."""
-    marked: Any = parameter
-    setattr(marked, _IN_BACKWARD_ATTRIBUTE, [torch_optimizer])
+    marked_parameter: Any = parameter
+    setattr(marked_parameter, _IN_BACKWARD_ATTRIBUTE, [torch_optimizer])
 
     def step(parameter_with_grad: Any) -> None:
         torch_optimizer.step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from emblib.collections.optimizers.gradient_norms import (
     clip_grad_value_,
     ranks_of_parameters,
 )
-from emblib.collections.optimizers.torch_states import with_names
+from emblib.collections.optimizers.torch_states import with_names, without_params
 from emblib.grad_mode import without_gradients
 from emblib.specs import OptionEnum
 from emblib.tables.parameters import is_updated_in_backward
@@ -65,7 +66,9 @@ class KeyedOptimizer(TorchOptimizer):
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
         names = {id(parameter): name for name, parameter in self.params.items()}
-        return [[names[id(p)] for p in group["params"]] for group in self.param_groups]
+        return [
+            [names[id(parameter)] for parameter in group["params"]] for group in self.param_groups
+        ]
 
     def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which gradients are sharded, see `clip_grad_norm_`.
@@ -76,12 +79,14 @@ class KeyedOptimizer(TorchOptimizer):
         Raises:
             ValueError: the parameters are over several groups of ranks.
         """
-        return ranks_of_parameters([p for group in self.param_groups for p in group["params"]])
+        return ranks_of_parameters(
+            [parameter for group in self.param_groups for parameter in group["params"]]
+        )
 
     def keyed_state(self) -> State:
         """Return the state by parameter name; its tensors are not copied."""
         names = {id(parameter): name for name, parameter in self.params.items()}
-        return {names[id(p)]: dict(values) for p, values in self.state.items()}
+        return {names[id(parameter)]: dict(values) for parameter, values in self.state.items()}
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the state of some parameters, by name; a state of another shape is replaced."""
@@ -92,10 +97,10 @@ class KeyedOptimizer(TorchOptimizer):
             if group.get("capturable") or group.get("fused")
             for parameter in group["params"]
         }
-        for name, saved in state.items():
+        for name, saved_states in state.items():
             parameter = self.params[name]
             states = self.state[parameter]
-            for key, value in saved.items():
+            for key, value in saved_states.items():
                 current = states.get(key)
                 are_tensors = isinstance(current, Tensor) and isinstance(value, Tensor)
                 if are_tensors and current.shape == value.shape:
@@ -121,7 +126,7 @@ class KeyedOptimizer(TorchOptimizer):
     def _make_state_dict(self) -> dict[str, Any]:
         """Return the state dict, before hooks change it."""
         groups = [
-            {"params": names, **{k: v for k, v in group.items() if k != "params"}}
+            {"params": names, **without_params(group)}
             for names, group in zip(self.group_names(), self.param_groups, strict=True)
         ]
         return {"state": self.keyed_state(), "param_groups": groups}
@@ -148,8 +153,9 @@ class KeyedOptimizer(TorchOptimizer):
         """Check a state dict, then load it; hooks have changed it already."""
         state_dict = self.check_state_dict(state_dict)
         self.load_keyed_state(state_dict["state"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            entries = without_params(saved_group)
+            group.update({name: copy.deepcopy(value) for name, value in entries.items()})
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name.
@@ -165,8 +171,10 @@ class KeyedOptimizer(TorchOptimizer):
                 f"the state dict is of other parameters or groups: it has {saved_names}, this "
                 f"optimizer has {group_names}"
             )
-        unknown = state_dict["state"].keys() - {name for names in group_names for name in names}
-        _refuse_unknown(unknown)
+        unknown_names = state_dict["state"].keys() - {
+            name for names in group_names for name in names
+        }
+        _refuse_unknown(unknown_names)
         return state_dict
 
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
@@ -182,11 +190,11 @@ class KeyedOptimizer(TorchOptimizer):
         if isinstance(sparse_grad_parameter_names, str):
             name = sparse_grad_parameter_names
             raise TypeError(f"sparse_grad_parameter_names must be names, got {name!r}: [{name!r}]")
-        sparse = set(sparse_grad_parameter_names or ())
+        sparse_names = set(sparse_grad_parameter_names or ())
         for name, parameter in self.params.items():
             if parameter.requires_grad and not is_updated_in_backward(parameter):
                 zeros = torch.zeros_like(parameter)
-                parameter.grad = zeros.to_sparse(1) if name in sparse else zeros
+                parameter.grad = zeros.to_sparse(1) if name in sparse_names else zeros
         self.step(closure=None)
 
     def save_param_groups(self, save: Any) -> None:
@@ -299,7 +307,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self.defaults = optimizer.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "params"}
+        return without_params(super().__getstate__())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -338,7 +346,9 @@ class OptimizerWrapper(KeyedOptimizer):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Check a state dict without the entries that this wrapper adds to it."""
         added_names = set(self.extra_state_names) - set(self.wrapped.extra_state_names)
-        states = {k: v for k, v in state_dict["state"].items() if k not in added_names}
+        states = {
+            name: values for name, values in state_dict["state"].items() if name not in added_names
+        }
         return self.wrapped.check_state_dict({**state_dict, "state": states})
 
 
@@ -397,7 +407,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self.norm_type, self.track_grad_norm = float(norm_type), track_grad_norm
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if not p.is_meta]
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        return [parameter for parameter in parameters if not parameter.is_meta]
 
     def clip_grad_norm_(self) -> Tensor:
         """Clip the norm of all gradients now; return the norm before, a scalar tensor.
@@ -451,24 +462,32 @@ class CombinedOptimizer(KeyedOptimizer):
     """
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
-        self._optimizers = [o if isinstance(o, tuple) else ("", o) for o in optimizers]
-        parameter_of_name: dict[str, Any] = {}
+        self._optimizers = [
+            optimizer if isinstance(optimizer, tuple) else ("", optimizer)
+            for optimizer in optimizers
+        ]
+        parameters_by_name: dict[str, Any] = {}
         for prefix, optimizer in self._optimizers:
             extra_names = dict.fromkeys(keyed(optimizer).extra_state_names)
             for name, parameter in {**optimizer.params, **extra_names}.items():
-                if (key := _add_prefix(prefix, name)) in parameter_of_name:
+                if (key := _add_prefix(prefix, name)) in parameters_by_name:
                     raise ValueError(
                         "optimizers must have different parameters and states, got "
                         f"{key!r} twice; give them prefixes"
                     )
-                parameter_of_name[key] = parameter
-        super().__init__({name: p for name, p in parameter_of_name.items() if p is not None}, [])
-        self.extra_state_names = tuple(name for name, p in parameter_of_name.items() if p is None)
-        groups = [group for _, o in self._optimizers for group in o.param_groups]
+                parameters_by_name[key] = parameter
+        extra_state_names = [
+            name for name in parameters_by_name if parameters_by_name[name] is None
+        ]
+        for name in extra_state_names:
+            del parameters_by_name[name]
+        super().__init__(parameters_by_name, [])
+        self.extra_state_names = tuple(extra_state_names)
+        groups = [group for _, optimizer in self._optimizers for group in optimizer.param_groups]
         self.param_groups, self.defaults = groups, cycled_defaults(groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "params"}
+        return without_params(super().__getstate__())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -494,7 +513,9 @@ class CombinedOptimizer(KeyedOptimizer):
     def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which the gradients of any of the optimizers are sharded."""
         all_ranks = (optimizer.gradient_ranks() for _, optimizer in self.optimizers)
-        return super().gradient_ranks() or next((p for p in all_ranks if p is not None), None)
+        return super().gradient_ranks() or next(
+            (ranks for ranks in all_ranks if ranks is not None), None
+        )
 
     def keyed_state(self) -> State:
         """Return the states of all optimizers."""
@@ -507,10 +528,15 @@ class CombinedOptimizer(KeyedOptimizer):
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the state of some parameters, by name, into their optimizers."""
         for prefix, optimizer in self._optimizers:
-            names = {_add_prefix(prefix, k): k for group in optimizer.group_names() for k in group}
-            part = {names[k]: values for k, values in state.items() if k in names}
-            if part:
-                optimizer.load_keyed_state(part)
+            names = chain.from_iterable(optimizer.group_names())
+            prefixed_names = {name: _add_prefix(prefix, name) for name in names}
+            optimizer_state = {
+                name: state[prefixed]
+                for name, prefixed in prefixed_names.items()
+                if prefixed in state
+            }
+            if optimizer_state:
+                optimizer.load_keyed_state(optimizer_state)
 
     def _make_state_dict(self) -> dict[str, Any]:
         """Return `state` and `param_groups` of all optimizers."""
@@ -518,7 +544,8 @@ class CombinedOptimizer(KeyedOptimizer):
         groups = []
         for prefix, optimizer in self._optimizers:
             optimizer_state = optimizer.state_dict()
-            states.update({_add_prefix(prefix, k): v for k, v in optimizer_state["state"].items()})
+            for name, values in optimizer_state["state"].items():
+                states[_add_prefix(prefix, name)] = values
             for group in optimizer_state["param_groups"]:
                 names = [_add_prefix(prefix, name) for name in group["params"]]
                 groups.append({**group, "params": names})
@@ -537,18 +564,18 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         state_dict = self.check_state_dict(state_dict)
-        for optimizer, part in self._parts_of(state_dict):
-            optimizer.load_state_dict(part)
+        for optimizer, optimizer_state in self._parts_of(state_dict):
+            optimizer.load_state_dict(optimizer_state)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name."""
         state_dict = with_names(state_dict, self.group_names())
         checked_names: set[str] = set()
-        for (prefix, _), (optimizer, part) in zip(
+        for (prefix, _), (optimizer, optimizer_state) in zip(
             self._optimizers, self._parts_of(state_dict), strict=True
         ):
-            optimizer.check_state_dict(part)
-            checked_names |= {_add_prefix(prefix, name) for name in part["state"]}
+            optimizer.check_state_dict(optimizer_state)
+            checked_names |= {_add_prefix(prefix, name) for name in optimizer_state["state"]}
         _refuse_unknown(state_dict["state"].keys() - checked_names)
         return state_dict
 
@@ -564,21 +591,21 @@ class CombinedOptimizer(KeyedOptimizer):
             )
         first_group = 0
         for prefix, optimizer in self._optimizers:
-            count = len(optimizer.group_names())
-            selected = groups[first_group : first_group + count]
-            first_group += count
-            names = {name for group in selected for name in group["params"]}
+            num_optimizer_groups = len(optimizer.group_names())
+            optimizer_groups = groups[first_group : first_group + num_optimizer_groups]
+            first_group += num_optimizer_groups
+            names = {name for group in optimizer_groups for name in group["params"]}
             names |= {_add_prefix(prefix, name) for name in optimizer.extra_state_names}
             states = {
                 _strip_prefix(prefix, name): values
                 for name, values in state_dict["state"].items()
                 if name in names
             }
-            selected = [
+            optimizer_groups = [
                 {**group, "params": [_strip_prefix(prefix, name) for name in group["params"]]}
-                for group in selected
+                for group in optimizer_groups
             ]
-            yield optimizer, {"state": states, "param_groups": selected}
+            yield optimizer, {"state": states, "param_groups": optimizer_groups}
 
     def step(self, closure: Any = None) -> Any:
         """Make a step of each optimizer; only the first calls `closure`."""

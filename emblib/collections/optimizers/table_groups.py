@@ -113,7 +113,9 @@ class TableGroup(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Without parameters: copies of the tables, which the copied modules do not have.
-        entries = {k: v for k, v in self.items() if k != "params" or not self.is_connected}
+        entries = {
+            name: value for name, value in self.items() if name != "params" or not self.is_connected
+        }
         return TableGroup, (entries,)
 
 
@@ -155,7 +157,7 @@ class _GroupTables:
 
     def write(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Write entries to the modules; return the entries that the group stores."""
-        changes, changed = self.convert(entries)
+        changes, changed_optimizer = self.convert(entries)
         if changes.fields:
             self._is_writing = True
             try:
@@ -163,7 +165,7 @@ class _GroupTables:
                     self._write_module(module, changes.fields)
             finally:
                 self._is_writing = False
-            self._optimizer = changed
+            self._optimizer = changed_optimizer
             self.show()
         return changes.stored_entries
 
@@ -208,19 +210,23 @@ class _GroupTables:
         ]
         # Older checkpoints lack this entry, so it is shown only once it was written.
         bounds = [module.optimizer.max_gradient for module in self._modules]
-        if "max_gradient" in group or any(b != self._initial_bound for b in bounds):
+        if "max_gradient" in group or any(bound != self._initial_bound for bound in bounds):
             for entries, bound in zip(entries_by_module, bounds, strict=True):
                 entries["max_gradient"] = bound
-        distinct = {
+        values_by_name = {
             name: {entries[name] for entries in entries_by_module} for name in entries_by_module[0]
         }
         self._differing_values = {
             name: sorted(values, key=lambda value: (value is None, value))
-            for name, values in distinct.items()
+            for name, values in values_by_name.items()
             if len(values) > 1
         }
         group.show_entries(
-            {k: v for k, v in entries_by_module[0].items() if k not in self._differing_values}
+            {
+                name: value
+                for name, value in entries_by_module[0].items()
+                if name not in self._differing_values
+            }
         )
         if not self._differing_values.keys() - {"lr"}:
             self._optimizer = self._modules[0].optimizer

@@ -45,15 +45,16 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) ->
     groups = state_dict["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return state_dict
-    sizes, saved_sizes = [*map(len, names)], [len(group["params"]) for group in groups]
-    if sizes != saved_sizes:
+    num_parameters = [*map(len, names)]
+    num_saved_parameters = [len(group["params"]) for group in groups]
+    if num_parameters != num_saved_parameters:
         raise KeyError(
-            f"the state dict of torch.optim has groups of {saved_sizes} parameters, this optimizer "
-            f"{sizes}: {[*map(list, names)]}; make the groups in torch alike, or keep "
-            "only their entries in the state dict"
+            f"the state dict of torch.optim has groups of {num_saved_parameters} parameters, this "
+            f"optimizer {num_parameters}: {[*map(list, names)]}; make the groups in torch alike, "
+            "or keep only their entries in the state dict"
         )
-    name_of: dict[int, str] = {}
-    renamed = []
+    name_by_number: dict[int, str] = {}
+    renamed_groups = []
     for group, group_names in zip(groups, names, strict=True):
         saved_names = group.get("param_names")
         matched_names = (
@@ -61,11 +62,16 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) ->
             if saved_names is not None and set(saved_names) == set(group_names)
             else group_names
         )
-        name_of.update(zip(group["params"], matched_names, strict=True))
+        name_by_number.update(zip(group["params"], matched_names, strict=True))
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        renamed.append({"params": list(matched_names), **options})
-    states = {name_of[number]: values for number, values in state_dict["state"].items()}
-    return {"state": states, "param_groups": renamed}
+        renamed_groups.append({"params": list(matched_names), **options})
+    states = {name_by_number[number]: values for number, values in state_dict["state"].items()}
+    return {"state": states, "param_groups": renamed_groups}
+
+
+def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the mapping `group`, e.g. a parameter group, without its entry `params`."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def is_of_torch(state_dict: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
@@ -135,14 +141,16 @@ def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def _checked_states(
-    name: str, saved: Mapping[str, Any], views: Mapping[str, Tensor]
+    name: str, saved_states: Mapping[str, Any], views: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the states of a parameter, checked against those of its table."""
-    states = {k: v for k, v in saved.items() if k != "step" and v is not None}
-    unknown = sorted(states.keys() - views.keys())
-    if unknown:
+    states = {
+        key: value for key, value in saved_states.items() if key != "step" and value is not None
+    }
+    unknown_names = sorted(states.keys() - views.keys())
+    if unknown_names:
         raise ValueError(
-            f"a FusedOptimizer has no place for the states {unknown} of {name} (it has "
+            f"a FusedOptimizer has no place for the states {unknown_names} of {name} (it has "
             f"{sorted(views)}). Optimizer states of bare modules, hash tables and stored rows are "
             "in the state dicts of their modules: copy them there, in bare modules to "
             "table_optimizer_states(), and continue with set_step"

@@ -182,9 +182,9 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def _make_state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer, and the current step and stage."""
-        saved = super()._make_state_dict()
+        state_dict = super()._make_state_dict()
         progress = torch.tensor([self._step, self._stage], device="cpu")
-        return {**saved, "state": {**saved["state"], _WARMUP_KEY: {"warmup": progress}}}
+        return {**state_dict, "state": {**state_dict["state"], _WARMUP_KEY: {"warmup": progress}}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the wrapped optimizer, and continue from the saved step.
@@ -209,11 +209,11 @@ class WarmupOptimizer(OptimizerWrapper):
         self._checked_progress(state_dict["state"].get(_WARMUP_KEY))
         return super().check_state_dict(state_dict)
 
-    def _checked_progress(self, saved: Mapping[str, Tensor] | None) -> tuple[int, int]:
+    def _checked_progress(self, saved_state: Mapping[str, Tensor] | None) -> tuple[int, int]:
         """Return the saved step and stage, or the current ones if none are saved."""
-        if saved is None:
+        if saved_state is None:
             return self._step, self._stage
-        step, stage = map(int, saved["warmup"].tolist())
+        step, stage = map(int, saved_state["warmup"].tolist())
         if step < 0 or not 0 <= stage < len(self.stages):
             raise ValueError(
                 f"the saved warm-up is at step {step} in stage {stage}, and this one has stages 0 "

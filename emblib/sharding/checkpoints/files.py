@@ -43,21 +43,21 @@ class _SummedFiles(FileSystem):
     """A file system that computes checksums of the files that it writes.
 
     Attributes:
-        sums: checksums of each file by name, from when it is closed.
+        sums_by_file: checksums of each file by name, from when it is closed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums: dict[str, FileSums] = {}
+        self.sums_by_file: dict[str, FileSums] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open a file to write."""
         with super().create_stream(path, mode) as stream:
-            summing = SummingStream(stream)
-            with raising_write_errors(summing) as recording:
-                yield recording
-            self.sums[Path(path).name] = summing.sums
+            summing_stream = SummingStream(stream)
+            with raising_write_errors(summing_stream) as raising_stream:
+                yield raising_stream
+            self.sums_by_file[Path(path).name] = summing_stream.sums
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
@@ -94,7 +94,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         """Write this rank's files; return a future of the results and the files' checksums."""
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*results, WriteResult(_SUMS_INDEX, 0, self._files.sums)])
+        future.set_result([*results, WriteResult(_SUMS_INDEX, 0, self._files.sums_by_file)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -108,24 +108,24 @@ class CheckpointWriter(dcp.FileSystemWriter):
             results: results of `write_data` of each rank.
         """
         metadata.storage_data = {}
-        files: dict[str, FileSums] = {}
+        sums_by_file: dict[str, FileSums] = {}
         for result in (result for rank_results in results for result in rank_results):
             if result.index == _SUMS_INDEX:
-                files.update(result.storage_data)
+                sums_by_file.update(result.storage_data)
             else:
                 metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = self.storage_meta()
         # Ranks that write nothing may have an empty file.
         used_names = {info.relative_path for info in metadata.storage_data.values()}
-        files = {name: sums for name, sums in files.items() if name in used_names}
+        sums_by_file = {name: sums for name, sums in sums_by_file.items() if name in used_names}
         directory = Path(self.path)
         flush_directory(directory)
         with replacing(directory / METADATA) as file:
-            file.write(checksums.add_footer(pickle.dumps(metadata), files))
+            file.write(checksums.add_footer(pickle.dumps(metadata), sums_by_file))
             self._may_be_committed = True
         flush_directory(directory)
         for path in directory.glob(_DATA_FILES):
-            if path.name not in files:
+            if path.name not in sums_by_file:
                 path.unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -143,12 +143,12 @@ class CheckpointWriter(dcp.FileSystemWriter):
 class _CheckedFiles(FileSystem):
     """A file system that compares files with their checksums as they are read.
 
-    `sums` has the checksums of all files by name; with None nothing is compared.
+    `sums_by_file` has the checksums of all files by name; with None nothing is compared.
     """
 
-    def __init__(self, sums: dict[str, FileSums] | None) -> None:
+    def __init__(self, sums_by_file: dict[str, FileSums] | None) -> None:
         super().__init__()
-        self._sums = sums
+        self._sums_by_file = sums_by_file
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -159,11 +159,11 @@ class _CheckedFiles(FileSystem):
                 f"{path} is missing, which the checkpoint names; {checksums.REMEDY}"
             )
         with super().create_stream(path, mode) as stream:
-            if self._sums is None:
+            if self._sums_by_file is None:
                 yield stream
                 return
-            checked = CheckedStream(cast(Any, stream), path, self._sums[path.name])
-            yield io.BufferedReader(checked)
+            checked_stream = CheckedStream(cast(Any, stream), path, self._sums_by_file[path.name])
+            yield io.BufferedReader(checked_stream)
 
 
 class Reader(dcp.FileSystemReader):
@@ -187,37 +187,37 @@ class Reader(dcp.FileSystemReader):
         if not (path / METADATA).is_file():
             state = "no whole checkpoint in it" if path.is_dir() else "no such directory"
             raise CheckpointError(f"cannot load {path}: there is {state}")
-        file = path / METADATA
-        pickled, sums = checksums.split_footer(file.read_bytes(), file)
-        self.metadata = unpickling.read_metadata(pickled, file)
-        self.has_checksums = sums is not None
-        self.fs = _CheckedFiles(sums)
-        self._check_extents(sums)
+        metadata_path = path / METADATA
+        pickled, sums_by_file = checksums.split_footer(metadata_path.read_bytes(), metadata_path)
+        self.metadata = unpickling.read_metadata(pickled, metadata_path)
+        self.has_checksums = sums_by_file is not None
+        self.fs = _CheckedFiles(sums_by_file)
+        self._check_extents(sums_by_file)
 
-    def _check_extents(self, sums: dict[str, FileSums] | None) -> None:
+    def _check_extents(self, sums_by_file: dict[str, FileSums] | None) -> None:
         """Raise CheckpointError if the metadata refers to bytes beyond the end of a file."""
-        ends: dict[str, int] = {}
+        end_by_file: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
             end = info.offset + info.length
-            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-        for name, end in ends.items():
+            end_by_file[info.relative_path] = max(end, end_by_file.get(info.relative_path, 0))
+        for name, end in end_by_file.items():
             path = Path(self.path) / name
-            if sums is not None:
-                size = sums[name].nbytes if name in sums else -1
+            if sums_by_file is not None:
+                nbytes = sums_by_file[name].nbytes if name in sums_by_file else -1
             elif path.is_file():
-                size = path.stat().st_size
+                nbytes = path.stat().st_size
             else:
                 continue  # a missing file is reported when it is read
-            if end > size:
+            if end > nbytes:
                 raise CheckpointError(
                     f"{Path(self.path) / METADATA} is damaged: it refers to byte {end} of {name}, "
-                    f"which has {max(size, 0)} bytes; {checksums.REMEDY}"
+                    f"which has {max(nbytes, 0)} bytes; {checksums.REMEDY}"
                 )
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Read the items in the order of their offsets, so that a block is usually read once."""
-        stored = self.metadata.storage_data
-        items = sorted(plan.items, key=lambda item: stored[item.storage_index].offset)
+        storage_data = self.metadata.storage_data
+        items = sorted(plan.items, key=lambda item: storage_data[item.storage_index].offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
@@ -287,7 +287,7 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 def _errors_of_ranks() -> Iterator[None]:
     """Raise CheckpointError for torch's CheckpointException, which is not an Exception.
 
-    If one of its causes is no Exception, e.g. a KeyboardInterrupt, it is raised unchanged.
+    If one of its causes is not an Exception, e.g. a KeyboardInterrupt, it is raised unchanged.
     """
     try:
         yield

@@ -49,29 +49,33 @@ def join_shards(
         ValueError: a shard has keys that another shard owns, where lookups would not find them; on
             every rank. Keys of fallback rows do not count.
     """
-    by_key = {
+    rows_by_shard = {
         number: {stem: _sort_by_route(state, stem) for stem in _stems(state)}
         for number, state in states.items()
     }
-    for number, rows_by_stem in by_key.items():
+    for number, rows_by_stem in rows_by_shard.items():
         if (stem := f"{fallback.FALLBACK}.") in rows_by_stem:
             rows_by_stem[stem] = fallback.rows_of_shard(rows_by_stem[stem], number, len(owners))
     stems = {
-        stem for stems_of_rank in ranks.gather_objects(_all_stems(by_key)) for stem in stems_of_rank
+        stem
+        for stems_of_rank in ranks.gather_objects(_stems_of_shards(rows_by_shard))
+        for stem in stems_of_rank
     }
-    result: dict[str, Tensor] = {}
+    entries: dict[str, Tensor] = {}
     for stem in sorted(stems):
-        shards = {number: rows[stem] for number, rows in by_key.items()}
+        shards = {number: rows[stem] for number, rows in rows_by_shard.items()}
         rows = make_keyed_rows(shards, owners, ranks)
-        result.update({f"{stem}{name}": value for name, value in rows.items()})
+        entries.update({f"{stem}{name}": value for name, value in rows.items()})
     other_entries = [
-        {key: value.cpu() for key, value in state.items() if key not in result}
+        {key: value.cpu() for key, value in state.items() if key not in entries}
         for state in states.values()
     ]
-    for entry in (entry for local in ranks.gather_objects(other_entries) for entry in local):
+    for entry in (
+        entry for rank_entries in ranks.gather_objects(other_entries) for entry in rank_entries
+    ):
         for key, value in entry.items():
-            result[key] = torch.maximum(result[key], value) if key in result else value
-    return result
+            entries[key] = torch.maximum(entries[key], value) if key in entries else value
+    return entries
 
 
 def entries_of_shard(
@@ -86,12 +90,12 @@ def entries_of_shard(
         ValueError: `KeyedRows` have another number of shards, or their shard `number` is on another
             rank.
     """
-    owned = {}
+    is_owned_by_stem = {}
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
         if not isinstance(keys, KeyedRows):
-            owned[stem] = routing.owner(keys, num_shards) == number
-    result = {}
+            is_owned_by_stem[stem] = routing.owner(keys, num_shards) == number
+    entries = {}
     for key, value in state.items():
         stem = _stem_of(key)
         if isinstance(value, KeyedRows):
@@ -101,12 +105,12 @@ def entries_of_shard(
                     f"which this rank has number {number}: load it with "
                     "emblib.sharding.checkpoints.load"
                 )
-            result[key] = value.parts[number]
-        elif stem in owned and key.removeprefix(stem) != _CLOCK:
-            result[key] = value[owned[stem]]
+            entries[key] = value.parts[number]
+        elif stem in is_owned_by_stem and key.removeprefix(stem) != _CLOCK:
+            entries[key] = value[is_owned_by_stem[stem]]
         else:
-            result[key] = value
-    return result
+            entries[key] = value
+    return entries
 
 
 def check_row_counts(state: Mapping[str, Any], name: str) -> None:
@@ -139,8 +143,8 @@ def _stems(state: Mapping[str, Tensor]) -> list[str]:
     return [key.removesuffix(KEYS) for key in state if key.rpartition(".")[2] == KEYS]
 
 
-def _all_stems(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    return sorted({stem for rows in by_key.values() for stem in rows})
+def _stems_of_shards(rows_by_shard: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    return sorted({stem for rows in rows_by_shard.values() for stem in rows})
 
 
 def _sort_by_route(state: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
@@ -190,37 +194,37 @@ def make_keyed_rows(
     shards = _gather_descriptions(local_shards, owners, ranks)
     counts = [shard.columns[KEYS][1][0] for shard in shards]
     starts = [sum(counts[:number]) for number in range(len(counts))]
-    result = {}
+    rows_by_name = {}
     for name, (dtype, (_, *shape)) in shards[0].columns.items():
         blocks = [
             Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
         ]
-        local = {number: columns[name] for number, columns in local_shards.items()}
-        result[name] = KeyedRows((sum(counts), *shape), blocks, local, ranks, dtype)
-    return result
+        local_columns = {number: columns[name] for number, columns in local_shards.items()}
+        rows_by_name[name] = KeyedRows((sum(counts), *shape), blocks, local_columns, ranks, dtype)
+    return rows_by_name
 
 
 def _gather_descriptions(
     local_shards: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> list[_ShardDescription]:
     """Return the descriptions of all shards, by number; ValueError if one has foreign keys."""
-    local = {}
+    local_descriptions = {}
     for number, columns in local_shards.items():
         keys = columns[KEYS]
         foreign_keys = keys[routing.owner(keys, len(owners)) != number]
         num_foreign = foreign_keys.numel()
-        local[number] = _ShardDescription(
+        local_descriptions[number] = _ShardDescription(
             {name: (value.dtype, tuple(value.shape)) for name, value in columns.items()},
             num_foreign,
             int(foreign_keys[0]) if num_foreign else 0,
         )
-    gathered = {
-        n: shard
-        for shards_of_rank in ranks.gather_objects(local)
-        for n, shard in shards_of_rank.items()
+    descriptions_by_number = {
+        number: shard
+        for shards_of_rank in ranks.gather_objects(local_descriptions)
+        for number, shard in shards_of_rank.items()
     }
-    shards = [gathered[number] for number in range(len(owners))]
+    shards = [descriptions_by_number[number] for number in range(len(owners))]
     # Raise only after the collective, in which the other ranks would wait for this rank.
     for number, shard in enumerate(shards):
         if shard.num_foreign_keys:
@@ -231,32 +235,34 @@ def _gather_descriptions(
     return shards
 
 
-def has_row_per_key(name: str, saved: Mapping[str, Any]) -> bool:
+def has_row_per_key(name: str, saved_metadata: Mapping[str, Any]) -> bool:
     """Return whether the saved tensor `name` has as many rows as the `keys` of its stem.
 
-    `saved` is metadata of a checkpoint, by name.
+    `saved_metadata` is that of a checkpoint, by name.
     """
-    keys = saved.get(_keys_entry(name))
-    rows = getattr(saved[name], "size", None)
+    keys = saved_metadata.get(_keys_entry(name))
+    size = getattr(saved_metadata[name], "size", None)
     return (
         keys is not None
         and hasattr(keys, "properties")
         and name.rpartition(".")[2] != _CLOCK
-        and rows is not None
+        and size is not None
         and len(keys.size) == 1
         and keys.properties.dtype == torch.int64
-        and rows[:1] == keys.size
+        and size[:1] == keys.size
     )
 
 
-def is_of_saved_keys(name: str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def is_of_saved_keys(
+    name: str, state: Mapping[str, Any], saved_metadata: Mapping[str, Any]
+) -> bool:
     """Return whether value `name` of a state has one row per key, and the keys are saved.
 
-    `state` has values by name, `saved` is metadata of a checkpoint by name.
+    `state` has values by name, `saved_metadata` that of a checkpoint by name.
     """
     keys, value = state.get(_keys_entry(name)), state[name]
     return (
-        _keys_entry(name) in saved
+        _keys_entry(name) in saved_metadata
         and isinstance(keys, Tensor)
         and isinstance(value, Tensor)
         and (keys.dim(), keys.dtype) == (1, torch.int64)
@@ -274,13 +280,13 @@ class KeyReader:
 
     Args:
         reader: `Reader` of the checkpoint.
-        saved: metadata of its entries, by name.
+        saved_metadata: metadata of its entries, by name.
     """
 
-    def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
-        self._reader, self._saved = reader, saved
+    def __init__(self, reader: Any, saved_metadata: Mapping[str, Any]) -> None:
+        self._reader, self._saved_metadata = reader, saved_metadata
         # Rows by number of the shard, for each entry of keys and number of shards.
-        self._spans: dict[tuple[str, int], dict[int, Span]] = {}
+        self._spans_of_keys: dict[tuple[str, int], dict[int, Span]] = {}
         # Entry, first row and keys of the block that was read last.
         self._cached_keys: tuple[str, int, Tensor] = (
             "",
@@ -299,18 +305,18 @@ class KeyReader:
         if not isinstance(leaf.value, KeyedRows):
             return {}
         name, num_shards = _keys_entry(leaf.name), len(leaf.value.shards)
-        spans = self._spans.setdefault((name, num_shards), {})
+        spans_by_shard = self._spans_of_keys.setdefault((name, num_shards), {})
         for number in leaf.value.parts:
-            if number not in spans:
-                spans[number] = (
+            if number not in spans_by_shard:
+                spans_by_shard[number] = (
                     self._first_row(name, number, num_shards),
                     self._first_row(name, number + 1, num_shards),
                 )
-        return {number: spans[number] for number in leaf.value.parts}
+        return {number: spans_by_shard[number] for number in leaf.value.parts}
 
     def _first_row(self, name: str, number: int, num_shards: int) -> int:
         """Return the first row of shard `number`; the number of rows if it is `num_shards`."""
-        rows = range(self._saved[name].size[0])
+        rows = range(self._saved_metadata[name].size[0])
         return bisect.bisect_left(
             rows, number, key=lambda row: int(routing.owner(self._key(name, row), num_shards))
         )
@@ -329,13 +335,13 @@ class KeyReader:
 
         chunk = next(
             chunk
-            for chunk in self._saved[name].chunks
+            for chunk in self._saved_metadata[name].chunks
             if chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]
         )
         start, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
         keys = torch.empty(end - start, dtype=torch.int64, device="cpu")
         shard = Shard(0, (start, end), (0, 1))
-        size = self._saved[name].size
+        size = self._saved_metadata[name].size
         read(
             {name: ShardedTable(size, [shard], {0: keys}, RankGroup.single(), torch.int64)},
             self._reader,

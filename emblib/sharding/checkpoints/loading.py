@@ -80,41 +80,43 @@ class RowStateTarget(Target):
     def __init__(self, leaf: Leaf, size: torch.Size, column_cuts: Sequence[int] | None) -> None:
         value: Tensor = leaf.value
         self._column_cuts = column_cuts
-        self._width = size[1] if len(size) > 1 else 1
-        spans = [(0, size[0])]
+        self._num_intervals = size[1] if len(size) > 1 else 1
+        row_spans = [(0, size[0])]
         if isinstance(value, ShardedTable):
-            spans = [value.shards[i].rows for i in value.parts]
+            row_spans = [value.shards[i].rows for i in value.parts]
         # Shards of a rank may share rows; disjoint spans read each row once.
-        self._spans = _disjoint(spans)
-        shards = [Shard(0, span, (0, self._width)) for span in self._spans]
-        parts = {
+        self._row_spans = _split_at_edges(row_spans)
+        shards = [Shard(0, span, (0, self._num_intervals)) for span in self._row_spans]
+        memory_by_span = {
             i: torch.empty(shard.shape[: len(size)], dtype=value.dtype, device="cpu")
             for i, shard in enumerate(shards)
         }
-        super().__init__(leaf, ShardedTable(size, shards, parts, RankGroup.single(), value.dtype))
+        super().__init__(
+            leaf, ShardedTable(size, shards, memory_by_span, RankGroup.single(), value.dtype)
+        )
 
     def finish(self) -> None:
         """Write to each local shard the mean over its columns."""
         value = self.leaf.value
         if not isinstance(value, ShardedTable):
-            value.copy_(self._rows((0, value.shape[0]), None))
+            value.copy_(self._mean_states((0, value.shape[0]), None))
             return
         for i, memory in value.parts.items():
             shard = value.shards[i]
             columns = None
             if isinstance(value, RowStates):
                 columns = (value.cuts[shard.columns[0]], value.cuts[shard.columns[1]])
-            rows = self._rows(shard.rows, columns)
-            memory.copy_(rows.view(-1, *[1] * (memory.dim() - 1)).expand_as(memory))
+            states = self._mean_states(shard.rows, columns)
+            memory.copy_(states.view(-1, *[1] * (memory.dim() - 1)).expand_as(memory))
 
-    def _rows(self, rows: Span, columns: Span | None) -> Tensor:
+    def _mean_states(self, rows: Span, columns: Span | None) -> Tensor:
         """Return the states of a span of rows, `[rows]`: means over `columns`, None for all."""
         blocks = [
             self.buffer.parts[i]
-            for i, span in enumerate(self._spans)
+            for i, span in enumerate(self._row_spans)
             if rows[0] <= span[0] and span[1] <= rows[1]
         ]
-        states = torch.cat(blocks) if blocks else torch.empty(0, self._width, device="cpu")
+        states = torch.cat(blocks) if blocks else torch.empty(0, self._num_intervals, device="cpu")
         if self._column_cuts is None:
             return states.view(-1)
         return sharded_table.average_columns(
@@ -122,7 +124,7 @@ class RowStateTarget(Target):
         )
 
 
-def _disjoint(spans: Sequence[Span]) -> list[Span]:
+def _split_at_edges(spans: Sequence[Span]) -> list[Span]:
     """Return the spans that result if overlapping spans are split at all their edges."""
     edges = sorted({edge for span in spans for edge in span})
     return [
@@ -208,7 +210,9 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
 
     def find_latest() -> Path | None:
         paths = [path.parent for path in Path(directory).glob(f"*/{METADATA}")]
-        numbered = [(int(m[0]), p) for p in paths if (m := re.search(r"\d+\Z", p.name))]
+        numbered = [
+            (int(match[0]), path) for path in paths if (match := re.search(r"\d+\Z", path.name))
+        ]
         return max(numbered)[1] if numbered else None
 
     return invoke_on_rank_and_broadcast_result(RankGroup.from_value(ranks), 0, find_latest)
@@ -220,8 +224,8 @@ _MAX_LISTED = 5  # names or problems in an error message
 def _join_texts(texts: Sequence[str], separator: str = ", ") -> str:
     """Join the first texts, and say how many more there are."""
     num_omitted = len(texts) - _MAX_LISTED
-    omitted = [f"and {num_omitted} more"] if num_omitted > 0 else []
-    return separator.join([*texts[:_MAX_LISTED], *omitted])
+    suffix = [f"and {num_omitted} more"] if num_omitted > 0 else []
+    return separator.join([*texts[:_MAX_LISTED], *suffix])
 
 
 def load_export(path: str | Path) -> dict[str, Any]:
@@ -254,7 +258,7 @@ class _Loading:
 
     Attributes:
         reader: reader of the checkpoint.
-        saved: metadata of each saved entry, by name.
+        saved_metadata: metadata of each saved entry, by name.
         tree: copy of `state` in which modules and optimizers are their state dicts.
         column_cuts: columns at which the saved row-wise states were cut, by name.
         leaves: leaves of `tree` that the checkpoint has.
@@ -267,27 +271,29 @@ class _Loading:
     ) -> None:
         self.state, self.path, self.reader = state, path, reader
         metadata = reader.metadata
-        self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
+        self.saved_metadata: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = expand_state_dicts(state)
         # Optimizers: allocate states that only the checkpoint has.
         self._groups = {
-            key: SavedGroups(key, value, self.tree[key], self.saved, self._read_small)
+            key: SavedGroups(
+                key, value, self.tree[key], self.saved_metadata, self._read_small_entries
+            )
             for key, value in state.items()
             if isinstance(value, torch.optim.Optimizer)
         }
         self._add_missing_optimizer_states(metadata.planner_data or {})
         # Row-wise states: find how the saved ones were cut by columns.
         self.column_cuts: dict[str, tuple[int, ...]] = {}
-        if NOTES in self.saved:
+        if NOTES in self.saved_metadata:
             self._check_complete([NOTES])
-            notes = self._read_small([NOTES])
+            notes = self._read_small_entries([NOTES])
             self.column_cuts = self._parse_notes(bytes(notes[NOTES].flatten().tolist()))
         # Drop leaves that older checkpoints lack; compare the others with the saved entries.
         all_leaves = self._drop_unsaved_layouts(
             self._drop_unsaved_hash_keys(list(leaves(self.tree)))
         )
         self._check_id_mappings(all_leaves)
-        missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.saved]
+        missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.saved_metadata]
         self._check_quantised(missing_names)
         # Groups of optimizers that differ from the saved ones are matched by names of parameters.
         for groups in self._groups.values():
@@ -303,17 +309,17 @@ class _Loading:
                 "strict=False leaves them as they are"
             )
         self._incomplete_keys = self._drop_states_of_other_keys(all_leaves)
-        self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
+        self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved_metadata]
         self._check_sizes()
         for groups in self._groups.values():
             groups.share_steps()
 
-    def _read_small(self, names: Iterable[str]) -> dict[str, Any]:
+    def _read_small_entries(self, names: Iterable[str]) -> dict[str, Any]:
         """Return saved values by name; this rank alone reads them, so they should be small."""
         from emblib.sharding.checkpoints.files import read
 
         values: dict[str, Any] = dict.fromkeys(names)
-        tensors = {name: self.saved[name] for name in values if self._is_tensor(name)}
+        tensors = {name: self.saved_metadata[name] for name in values if self._is_tensor(name)}
         self._check_complete(tensors)
         for name, metadata in tensors.items():
             values[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype, device="cpu")
@@ -323,14 +329,14 @@ class _Loading:
 
     def _is_tensor(self, name: str) -> bool:
         """Return whether the saved entry `name` is a tensor."""
-        return hasattr(self.saved[name], "properties")
+        return hasattr(self.saved_metadata[name], "properties")
 
     def _check_quantised(self, missing_names: Sequence[str]) -> None:
         """Raise CheckpointError where quantised tables have the layout from before 0.1.0."""
         old_tables = [
             name.removesuffix(".packed")
             for name in missing_names
-            if name.endswith(".packed") and _sibling(name, "scales") in self.saved
+            if name.endswith(".packed") and _sibling(name, "scales") in self.saved_metadata
         ]
         if old_tables:
             raise CheckpointError(
@@ -348,7 +354,9 @@ class _Loading:
         """
         from emblib.sharding.checkpoints.unpickling import has_all_elements
 
-        incomplete_names = sorted(name for name in names if not has_all_elements(self.saved[name]))
+        incomplete_names = sorted(
+            name for name in names if not has_all_elements(self.saved_metadata[name])
+        )
         if incomplete_names:
             raise CheckpointError(
                 f"{self.path} is damaged: it does not have all of {_join_texts(incomplete_names)}; "
@@ -366,7 +374,7 @@ class _Loading:
                 are_ints = all(type(cut) is int for cut in cuts)
                 if not are_ints or cuts[:1] != (0,) or list(cuts) != sorted(set(cuts)):
                     raise ValueError(f"cuts of {name} are {cuts}")
-                size = tuple(getattr(self.saved.get(name), "size", ()))
+                size = tuple(getattr(self.saved_metadata.get(name), "size", ()))
                 if len(size) != 2 or size[1] != len(cuts) - 1:
                     raise ValueError(f"cuts of {name}, of the size {size}, are {cuts}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -390,13 +398,13 @@ class _Loading:
             parameters = _parameters(value)
             parameter_names = self._groups[key].parameter_names
             # Numbers of parameters are text in a checkpoint.
-            by_text = {str(number): number for number in parameters}
+            parameters_by_text = {str(number): number for number in parameters}
             for name, path in paths.items():
                 if name in names or path[:2] != (key, "state") or len(path) != 4:
                     continue
-                if name not in self.saved:
+                if name not in self.saved_metadata:
                     continue
-                parameter = by_text.get(path[2], path[2])
+                parameter = parameters_by_text.get(path[2], path[2])
                 if isinstance(value, KeyedOptimizer) and parameter not in parameter_names:
                     continue
                 buffer = self._allocate_state(parameters.get(parameter), name)
@@ -409,12 +417,12 @@ class _Loading:
         """
         if not self._is_tensor(name):
             return None
-        saved = self.saved[name]
-        dtype = saved.properties.dtype
-        if parameter is not None and parameter.size() == saved.size:
+        metadata = self.saved_metadata[name]
+        dtype = metadata.properties.dtype
+        if parameter is not None and parameter.size() == metadata.size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self._check_complete([name])
-        return torch.empty(saved.size, dtype=dtype, device="cpu")
+        return torch.empty(metadata.size, dtype=dtype, device="cpu")
 
     def _drop_unsaved_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop leaves of sketch hash keys if the checkpoint has counters but no hash keys.
@@ -426,8 +434,8 @@ class _Loading:
             leaf.name: leaf
             for leaf in all_leaves
             if leaf.name.endswith(f".sketches.{HASH_KEYS}")
-            and leaf.name not in self.saved
-            and _sibling(leaf.name, "counters") in self.saved
+            and leaf.name not in self.saved_metadata
+            and _sibling(leaf.name, "counters") in self.saved_metadata
         }
         for leaf in unsaved_keys.values():
             del leaf.container[leaf.key]
@@ -439,15 +447,18 @@ class _Loading:
         Their rows belong to the current keys, which the saved keys replace. Returns the keys of
         `state` whose values lack something now.
         """
-        present = {leaf.name: leaf.value for leaf in all_leaves}
-        dropped = [
+        values_by_name = {leaf.name: leaf.value for leaf in all_leaves}
+        dropped_leaves = [
             leaf
             for leaf in all_leaves
-            if leaf.name not in self.saved and is_of_saved_keys(leaf.name, present, self.saved)
+            if leaf.name not in self.saved_metadata
+            and is_of_saved_keys(leaf.name, values_by_name, self.saved_metadata)
         ]
-        for leaf in dropped:
+        for leaf in dropped_leaves:
             del leaf.container[leaf.key]
-        return {key for key in self.state for leaf in dropped if leaf.name.startswith(f"{key}.")}
+        return {
+            key for key in self.state for leaf in dropped_leaves if leaf.name.startswith(f"{key}.")
+        }
 
     def _drop_unsaved_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop tensor-train layouts that an older checkpoint lacks, also from `tree`; check others.
@@ -458,13 +469,14 @@ class _Loading:
             CheckpointError: the saved cores belong to another tensor train.
         """
         layouts = {leaf.name: leaf for leaf in all_leaves if _is_layout(leaf)}
-        saved_names = [n for n in layouts if n in self.saved and self._is_tensor(n)]
-        saved_layouts = {n: v.to(torch.int64) for n, v in self._read_small(saved_names).items()}
+        saved_names = filter(self._is_tensor, layouts.keys() & self.saved_metadata.keys())
+        saved_values = self._read_small_entries(saved_names)
+        saved_layouts = {name: value.to(torch.int64) for name, value in saved_values.items()}
         # Older checkpoints have cores without a layout.
         unsaved_layouts = {
             name
             for name in layouts.keys() - saved_layouts.keys()
-            if _sibling(name, "cores.0") in self.saved
+            if _sibling(name, "cores.0") in self.saved_metadata
         }
         problems = [
             f"{_sibling(name, 'cores')}: {problem}"
@@ -483,46 +495,49 @@ class _Loading:
 
     def _check_id_mappings(self, all_leaves: Sequence[Leaf]) -> None:
         """Raise CheckpointError where ids read other rows than those of the saved table."""
-        current = {leaf.name: leaf.value for leaf in all_leaves}
-        tables = {_sibling(n, ID_LAYOUT) for n in current.keys() & self.saved.keys()}
-        saved_mappings = self._read_small(
-            [name for name in tables & self.saved.keys() if self._is_tensor(name)]
+        values_by_name = {leaf.name: leaf.value for leaf in all_leaves}
+        saved_leaves = values_by_name.keys() & self.saved_metadata.keys()
+        mapping_names = {_sibling(name, ID_LAYOUT) for name in saved_leaves}
+        saved_mappings = self._read_small_entries(
+            filter(self._is_tensor, mapping_names & self.saved_metadata.keys())
         )
-        names = sorted(name for name in tables if name in saved_mappings or name in current)
+        names = sorted(
+            name for name in mapping_names if name in saved_mappings or name in values_by_name
+        )
         problems = [
             f"{name}: {problem}"
             for name in names
-            if (problem := describe_difference(saved_mappings.get(name), current.get(name)))
+            if (problem := describe_difference(saved_mappings.get(name), values_by_name.get(name)))
         ]
         if problems:
             raise CheckpointError(f"{self.path} is of other tables; {_join_texts(problems, '; ')}")
 
     def _saved_size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
-        return self.saved[leaf.name].size if self._is_tensor(leaf.name) else None
+        return self.saved_metadata[leaf.name].size if self._is_tensor(leaf.name) else None
 
     def _check_sizes(self) -> None:
         """Raise CheckpointError for leaves of another size than was saved."""
         problems = []
         self._check_complete(
-            leaf.name for leaf in self.leaves if has_row_per_key(leaf.name, self.saved)
+            leaf.name for leaf in self.leaves if has_row_per_key(leaf.name, self.saved_metadata)
         )
         for leaf in self.leaves:
-            size, value = self._saved_size(leaf), leaf.value
-            if size is None:
+            saved_size, value = self._saved_size(leaf), leaf.value
+            if saved_size is None:
                 is_valid = not isinstance(value, Tensor)
-            elif has_row_per_key(leaf.name, self.saved):
-                is_valid = isinstance(value, Tensor) and value.size()[1:] == size[1:]
+            elif has_row_per_key(leaf.name, self.saved_metadata):
+                is_valid = isinstance(value, Tensor) and value.size()[1:] == saved_size[1:]
             elif leaf.name in self.column_cuts or isinstance(value, RowStates):
-                is_valid = isinstance(value, Tensor) and value.size()[:1] == size[:1]
+                is_valid = isinstance(value, Tensor) and value.size()[:1] == saved_size[:1]
             else:
-                is_valid = is_tensor_of_size(value, size)
+                is_valid = is_tensor_of_size(value, saved_size)
             if not is_valid:
                 current_size = (
                     tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
                 )
-                saved_size = "no tensor" if size is None else f"a tensor {tuple(size)}"
-                problems.append(f"{leaf.name}: saved is {saved_size}, here is {current_size}")
+                saved = "no tensor" if saved_size is None else f"a tensor {tuple(saved_size)}"
+                problems.append(f"{leaf.name}: saved is {saved}, here is {current_size}")
         if problems:
             raise CheckpointError(
                 f"{self.path} is of other tables or another optimizer; "
@@ -531,10 +546,12 @@ class _Loading:
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:
         """Return the target of each leaf, by name; a collective over `ranks`."""
-        reader = KeyReader(self.reader, self.saved)
-        keyed = [leaf for leaf in self.leaves if has_row_per_key(leaf.name, self.saved)]
+        reader = KeyReader(self.reader, self.saved_metadata)
+        keyed_leaves = [
+            leaf for leaf in self.leaves if has_row_per_key(leaf.name, self.saved_metadata)
+        ]
         local_spans = run_on_all_ranks(
-            ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed}
+            ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed_leaves}
         )
         rows_by_rank = ranks.gather_objects(local_spans)
         return run_on_all_ranks(
@@ -548,13 +565,13 @@ class _Loading:
         `rows_by_rank` are the rows of keyed tables that each rank reads, by rank, name and block.
         """
         value, size = leaf.value, self._saved_size(leaf)
-        if size is not None and has_row_per_key(leaf.name, self.saved):
+        if size is not None and has_row_per_key(leaf.name, self.saved_metadata):
             if not isinstance(value, KeyedRows):
                 return Target(leaf, torch.empty(size, dtype=value.dtype, device="cpu"))
             rows_by_block = {
                 block: rows
-                for by_name in rows_by_rank
-                for block, rows in by_name[leaf.name].items()
+                for rows_by_name in rows_by_rank
+                for block, rows in rows_by_name[leaf.name].items()
             }
             return Target(leaf, _allocate_rows(value, size, rows_by_block))
         column_cuts = self.column_cuts.get(leaf.name)
@@ -570,15 +587,17 @@ class _Loading:
         Raises:
             KeyError, ValueError: an optimizer cannot have the saved numbers.
         """
-        optimizers = {k: v for k, v in self.state.items() if isinstance(v, KeyedOptimizer)}
+        optimizers = {
+            key: value for key, value in self.state.items() if isinstance(value, KeyedOptimizer)
+        }
         prefixes = tuple(f"{key}." for key in optimizers)
-        numbers = {
+        number_names = {
             name
             for name, target in targets.items()
             if name.startswith(prefixes)
             and (target.leaf.key == HYPER or not isinstance(target.leaf.value, Tensor))
         }
-        for name, value in self._read_small(numbers).items():
+        for name, value in self._read_small_entries(number_names).items():
             leaf = targets[name].leaf
             if leaf.key == HYPER:
                 write_hyperparams(leaf.value, value)
@@ -586,7 +605,7 @@ class _Loading:
                 leaf.replace(value)
         for key, optimizer in optimizers.items():
             optimizer.check_state_dict(self.tree[key])
-        return {name: target for name, target in targets.items() if name not in numbers}
+        return {name: target for name, target in targets.items() if name not in number_names}
 
     def finish(self, targets: Mapping[str, Target]) -> None:
         """Put what was read into `state`: modules and optimizers load their state dicts."""
@@ -614,15 +633,18 @@ def _sibling(name: str, suffix: str) -> str:
 
 def _parameters(optimizer: Any) -> dict[Any, Tensor]:
     """Return parameters by their name or number in the optimizer's state dict."""
-    named = getattr(optimizer, "params", None)
-    if isinstance(named, dict):
-        return named
-    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    parameters_by_name = getattr(optimizer, "params", None)
+    if isinstance(parameters_by_name, dict):
+        return parameters_by_name
+    parameters = (group["params"] for group in optimizer.param_groups)
+    return dict(enumerate(itertools.chain.from_iterable(parameters)))
 
 
-def _allocate_rows(value: KeyedRows, size: torch.Size, spans: Mapping[int, Span]) -> KeyedRows:
-    """Allocate memory for the saved rows of the blocks of a table; `spans` are rows by block."""
-    shards = [shard._replace(rows=spans[block]) for block, shard in enumerate(value.shards)]
+def _allocate_rows(
+    value: KeyedRows, size: torch.Size, rows_by_block: Mapping[int, Span]
+) -> KeyedRows:
+    """Allocate memory for the saved rows of the blocks of a table; rows are given by block."""
+    shards = [shard._replace(rows=rows_by_block[block]) for block, shard in enumerate(value.shards)]
     parts = {
         block: torch.empty(shards[block].shape[: value.dim()], dtype=value.dtype, device="cpu")
         for block in value.parts

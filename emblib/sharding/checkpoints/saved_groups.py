@@ -30,7 +30,7 @@ class SavedGroups:
         key: key of the optimizer in the state to load, the first part of all saved names.
         optimizer: the optimizer, of torch or a `KeyedOptimizer`.
         tree: state dict of the optimizer; `read_options` and `share_steps` write into it.
-        saved: metadata of each saved entry, by name.
+        saved_metadata: metadata of each saved entry, by name.
         read: function that reads saved values.
 
     Raises:
@@ -42,10 +42,10 @@ class SavedGroups:
         key: Any,
         optimizer: torch.optim.Optimizer,
         tree: MutableMapping[str, Any],
-        saved: Mapping[str, Any],
+        saved_metadata: Mapping[str, Any],
         read: Read,
     ) -> None:
-        self._prefix, self._saved, self._read = f"{key}.", saved, read
+        self._prefix, self._saved_metadata, self._read = f"{key}.", saved_metadata, read
         self._optimizer, self._tree = optimizer, tree
         # A class of the user may have state dicts of other entries.
         groups = tree.get("param_groups", [])
@@ -55,7 +55,7 @@ class SavedGroups:
     def _read_parameters(self) -> list[list[Any]]:
         """Return the names or numbers of the saved parameters of each group."""
         names: list[str] = []
-        while (name := f"{self.options_prefix}{len(names)}.params") in self._saved:
+        while (name := f"{self.options_prefix}{len(names)}.params") in self._saved_metadata:
             names.append(name)
         values = self._read(names)
         if not all(isinstance(values[name], list | tuple) for name in names):
@@ -104,19 +104,23 @@ class SavedGroups:
             )
         missing_names: list[str] = []
         for index, names in enumerate(self._groups):
-            common = [len(set(names).intersection(saved)) for saved in self._saved_groups]
-            source = common.index(max(common))
-            if strict and common[source] < len(names):
+            num_common = [
+                len(set(names).intersection(saved_names)) for saved_names in self._saved_groups
+            ]
+            source_index = num_common.index(max(num_common))
+            if strict and num_common[source_index] < len(names):
                 raise CheckpointError(
                     f"{self._prefix[:-1]} has other parameters or groups than the checkpoint: "
                     f"{self._groups}, the checkpoint has {self._saved_groups}; strict=False takes "
                     "what it has by the names of parameters"
                 )
-            missing_names += self._read_options_of(index, source if common[source] else None)
+            missing_names += self._read_options_of(
+                index, source_index if num_common[source_index] else None
+            )
         return missing_names
 
-    def _read_options_of(self, index: int, source: int | None) -> list[str]:
-        """Read the options of group `index` from the saved group `source`, None for no group.
+    def _read_options_of(self, index: int, source_index: int | None) -> list[str]:
+        """Read the options of group `index` from the saved group `source_index`, None for no group.
 
         Returns the names of the options that the checkpoint lacks.
         """
@@ -127,8 +131,8 @@ class SavedGroups:
         missing_names, targets = [], {}
         for leaf in all_leaves:
             suffix = leaf.name.removeprefix(own_prefix)
-            name = f"{self.options_prefix}{source}.{suffix}"
-            if source is None or name not in self._saved:
+            name = f"{self.options_prefix}{source_index}.{suffix}"
+            if source_index is None or name not in self._saved_metadata:
                 missing_names.append(leaf.name)
                 continue
             targets[name] = leaf
@@ -141,22 +145,27 @@ class SavedGroups:
         """Give tables without saved hyperparameters those of their group with the most steps."""
         states = self._tree.get("state", {})
         for names in self._groups:
-            saved_name = {name: f"{self._prefix}state.{name}.{HYPER}" for name in names}
-            absent = [
+            saved_name_by_parameter = {
+                name: f"{self._prefix}state.{name}.{HYPER}" for name in names
+            }
+            absent_names = [
                 name
                 for name in names
-                if saved_name[name] not in self._saved and HYPER in states.get(name, {})
+                if saved_name_by_parameter[name] not in self._saved_metadata
+                and HYPER in states.get(name, {})
             ]
-            present = [name for name in saved_name.values() if name in self._saved]
-            if not absent or not present:
+            present_names = [
+                name for name in saved_name_by_parameter.values() if name in self._saved_metadata
+            ]
+            if not absent_names or not present_names:
                 continue
-            values = self._read(present)
+            values = self._read(present_names)
             newest = max(values.values(), key=lambda hyper: float(hyper[Hyper.STEP]))
-            for name in absent:
+            for name in absent_names:
                 write_hyperparams(states[name][HYPER], newest)
 
 
 def write_hyperparams(target: Tensor, values: Tensor) -> None:
     """Copy hyperparameters `[n]` into a tensor `[n]`, or into each local copy of a sharded one."""
-    for part in target.parts.values() if isinstance(target, ShardedTable) else [target]:
-        part.copy_(values)
+    for copy in target.parts.values() if isinstance(target, ShardedTable) else [target]:
+        copy.copy_(values)

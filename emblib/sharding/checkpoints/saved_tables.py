@@ -60,16 +60,16 @@ class TableTensor:
         """
         if not self.shards:
             return self.memory[0][0]
-        values = {i: tensors[0] for i, tensors in self.memory.items()}
+        local_values = {number: tensors[0] for number, tensors in self.memory.items()}
         if self.cuts is None:
-            return ShardedTable(self.size, self.shards, values, self.ranks, self.dtype)
-        values = {
-            i: value.view(-1, 1).expand(self.shards[i].shape).contiguous()
-            for i, value in values.items()
+            return ShardedTable(self.size, self.shards, local_values, self.ranks, self.dtype)
+        local_values = {
+            number: value.view(-1, 1).expand(self.shards[number].shape).contiguous()
+            for number, value in local_values.items()
         }
-        states = RowStates(self.size, self.shards, values, self.ranks, self.dtype)
-        states.cuts = self.cuts
-        return states
+        row_states = RowStates(self.size, self.shards, local_values, self.ranks, self.dtype)
+        row_states.cuts = self.cuts
+        return row_states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
         """Return the part of `value` for each local shard, by its number in `shards`; views of it.
@@ -93,15 +93,15 @@ class TableTensor:
                 )
         elif tuple(value.shape) != size:
             raise ValueError(f"{name} must be of shape {size}, got {tuple(value.shape)}")
-        return {i: self._shard_part(value, i) for i in self.memory}
+        return {number: self._shard_part(value, number) for number in self.memory}
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
         """Copy the result of `parts_of` into the memory of the shards.
 
         `parts` has one tensor per local shard, of its shape.
         """
-        for i, value in parts.items():
-            for tensor in self.memory[i]:
+        for number, value in parts.items():
+            for tensor in self.memory[number]:
                 if tensor.data_ptr() != value.data_ptr():
                     tensor.copy_(value)
 
@@ -208,7 +208,9 @@ class SavedTable:
         """Return a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
-        local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
+        local_shards = {
+            number for number, shard in enumerate(shards) if shard.rank == self.ranks.rank
+        } or {0}
         return TableTensor(
             size, dtype, shards, self.ranks, dict.fromkeys(local_shards, memory) if memory else {}
         )
@@ -254,14 +256,14 @@ class SavedTable:
         """
         if not self.is_fused:
             return {}
-        hyper = self.hyperparams.value().clone()
+        hyperparams = self.hyperparams.value().clone()
         return {
             parameter: {
                 **{
                     state: tensor.value()
                     for state, tensor in zip(names, self.table_tensors(keys).values(), strict=True)
                 },
-                HYPER: hyper,
+                HYPER: hyperparams,
             }
             for parameter, names, keys in self._states_by_parameter()
         }
@@ -277,11 +279,13 @@ class SavedTable:
         values_of_views = self._values_of_views(parameter, values)
         for key, target in self.table_tensors(list(values_of_views)).items():
             _check_value(values_of_views[key], target, f"{self.name}.{key}")
-        hyper = values[HYPER]
-        _check_value(hyper, self.hyperparams, f"{self.name}.{HYPER}")
-        for numbers in hyper.parts.values() if isinstance(hyper, ShardedTable) else [hyper]:
+        hyperparams = values[HYPER]
+        _check_value(hyperparams, self.hyperparams, f"{self.name}.{HYPER}")
+        for local_hyperparams in (
+            hyperparams.parts.values() if isinstance(hyperparams, ShardedTable) else [hyperparams]
+        ):
             # Raises ValueError for numbers that the optimizer cannot have.
-            hyperparameters.with_saved_hyperparams(self.optimizer, numbers)
+            hyperparameters.with_saved_hyperparams(self.optimizer, local_hyperparams)
 
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters.
@@ -300,8 +304,8 @@ class SavedTable:
 
         The hyperparameters are left out. Raises KeyError if `values` lacks them or a state.
         """
-        for owner, names, keys in self._states_by_parameter():
-            if owner == parameter:
+        for other_parameter, names, keys in self._states_by_parameter():
+            if other_parameter == parameter:
                 missing_names = sorted({*names, HYPER} - values.keys())
                 if missing_names:
                     raise KeyError(f"the state of {self.name}.{parameter} lacks {missing_names}")
@@ -329,7 +333,10 @@ class SavedTable:
             ValueError: a value has another size or is cut differently; nothing is written.
         """
         targets = self.table_tensors(keys)
-        parts = {k: t.parts_of(values[k], f"{self.name}.{k}") for k, t in targets.items()}
+        parts = {
+            key: target.parts_of(values[key], f"{self.name}.{key}")
+            for key, target in targets.items()
+        }
         for key, target in targets.items():
             target.write(parts[key])
         for local_shard in self.local_shards.values():
@@ -337,20 +344,24 @@ class SavedTable:
 
     def table_tensors(self, keys: Sequence[str]) -> dict[str, TableTensor]:
         """Return the tensors of the entries `keys`, by key, with the memory of the local shards."""
-        views = {
-            i: local_shard.groups.views(local_shard.index)
-            for i, local_shard in self.local_shards.items()
+        views_by_number = {
+            number: local_shard.groups.views(local_shard.index)
+            for number, local_shard in self.local_shards.items()
         }
-        return {key: self._table_tensor(key, {i: v[key] for i, v in views.items()}) for key in keys}
+        tensors: dict[str, TableTensor] = {}
+        for key in keys:
+            memory = {number: views[key] for number, views in views_by_number.items()}
+            tensors[key] = self._table_tensor(key, memory)
+        return tensors
 
     def _layouts_of_views(self) -> dict[str, tuple[TensorLayout, bool]]:
         """Return the layout of each view, and whether it has one number per row."""
-        per_row = {state.name: state.per_row for state in self.optimizer.states}
+        is_per_row_by_state = {state.name: state.per_row for state in self.optimizer.states}
         layouts = {}
         for parameter, layout in self.storage.parameter_layouts(self.config).items():
             layouts[parameter] = (layout, False)
             for state, view in self.storage.state_views(parameter, self.optimizer).items():
-                layouts[view] = (layout._replace(dtype=torch.float32), per_row[state])
+                layouts[view] = (layout._replace(dtype=torch.float32), is_per_row_by_state[state])
         return layouts
 
     def _table_tensor(self, key: str, memory: Mapping[int, Tensor]) -> TableTensor:
@@ -362,20 +373,20 @@ class SavedTable:
         shards = tuple(
             Shard(shard.rank, *layout.region(shard.rows, shard.columns)) for shard in self.shards
         )
-        tensors = {i: [tensor] for i, tensor in memory.items()}
+        tensors = {number: [tensor] for number, tensor in memory.items()}
         if not is_per_row:
             return TableTensor(layout.size, layout.dtype, shards, self.ranks, tensors)
-        rows = layout.size[0]
+        num_rows = layout.size[0]
         cuts = sharded_table.cuts_of(shards)
         if len(cuts) <= 2:  # no shard has only some of the columns
             shards_of_rows = tuple(shard._replace(columns=(0, 1)) for shard in shards)
-            return TableTensor((rows,), layout.dtype, shards_of_rows, self.ranks, tensors)
+            return TableTensor((num_rows,), layout.dtype, shards_of_rows, self.ranks, tensors)
         shards_of_intervals = tuple(
             shard._replace(columns=sharded_table.interval_range(shard.columns, cuts))
             for shard in shards
         )
         return TableTensor(
-            (rows, len(cuts) - 1), layout.dtype, shards_of_intervals, self.ranks, tensors, cuts
+            (num_rows, len(cuts) - 1), layout.dtype, shards_of_intervals, self.ranks, tensors, cuts
         )
 
 
@@ -387,10 +398,10 @@ class KeyedTable(SavedTable):
 
     def _handles_by_number(self) -> dict[int, Any]:
         """Return the handles of the local shards by number; shards are numbered by rows."""
-        order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
+        order = sorted(range(len(self.shards)), key=lambda index: self.shards[index].rows)
         return {
-            order.index(i) if self.shards else 0: local_shard.groups.handles[local_shard.index]
-            for i, local_shard in self.local_shards.items()
+            order.index(index) if self.shards else 0: local_shard.groups.handles[local_shard.index]
+            for index, local_shard in self.local_shards.items()
         }
 
     def _owners(self) -> list[int]:
@@ -409,7 +420,8 @@ class KeyedTable(SavedTable):
 
         A collective, except if every rank has a replica.
         """
-        states = {number: dict(h.state_dict()) for number, h in self._handles_by_number().items()}
+        handles = self._handles_by_number()
+        states = {number: dict(handle.state_dict()) for number, handle in handles.items()}
         if not self.shards:
             return states[0]
         return keyed.join_shards(states, self._owners(), self.ranks)
@@ -463,15 +475,17 @@ def _check_value(value: Any, target: TableTensor, name: str) -> None:
     target.parts_of(value, name)
 
 
-def module_state(collection: ShardedCollection, omitted: Collection[str] = ()) -> dict[str, Tensor]:
+def module_state(
+    collection: ShardedCollection, omitted_tables: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return the parameters of tables, and the complete state of dynamic tables, by name.
 
-    A collective if there are dynamic tables. `omitted` are names of tables to leave out.
+    A collective if there are dynamic tables. `omitted_tables` are names of tables to leave out.
     """
     return {
         f"{table.name}.{key}": value
         for table in _tables_of(collection)
-        if table.name not in omitted
+        if table.name not in omitted_tables
         for key, value in table.parameters().items()
     }
 
@@ -506,18 +520,18 @@ def compare_names(
 ) -> tuple[list[str], list[str]]:
     """Return the required names that `state` lacks, and its names that no entry of a table has."""
     names_by_table: dict[str, set[str]] = {name: set() for name in collection.plan}
-    missing, unexpected = [], []
+    missing_names, unexpected_names = [], []
     for name in state:
         table_name, _, entry_name = name.partition(".")  # names of tables have no dot
         if table_name in names_by_table and entry_name:
             names_by_table[table_name].add(entry_name)
         else:
-            unexpected.append(name)
+            unexpected_names.append(name)
     for table in _tables_of(collection):
         absent_names, unknown_names = table.compare_names(names_by_table[table.name])
-        missing += [f"{table.name}.{name}" for name in absent_names]
-        unexpected += [f"{table.name}.{name}" for name in unknown_names]
-    return sorted(missing), sorted(unexpected)
+        missing_names += [f"{table.name}.{name}" for name in absent_names]
+        unexpected_names += [f"{table.name}.{name}" for name in unknown_names]
+    return sorted(missing_names), sorted(unexpected_names)
 
 
 def optimizer_state(collection: ShardedCollection) -> dict[str, dict[str, Tensor]]:
@@ -529,12 +543,12 @@ def optimizer_state(collection: ShardedCollection) -> dict[str, dict[str, Tensor
     }
 
 
-SavedStates = list[tuple[SavedTable, str, Mapping[str, Tensor]]]  # table, parameter, its states
+StatesToLoad = list[tuple[SavedTable, str, Mapping[str, Tensor]]]  # table, parameter, its states
 
 
 def check_optimizer_state(
     collection: ShardedCollection, state: Mapping[str, Mapping[str, Tensor]]
-) -> SavedStates:
+) -> StatesToLoad:
     """Check the optimizer states of all tables of the collection, and return them.
 
     Not a collective. Tables without a shard on this rank are checked too, so that all ranks refuse
@@ -545,15 +559,15 @@ def check_optimizer_state(
         ValueError: a state has another size or is sharded in another way, or the optimizer cannot
             have the hyperparameters.
     """
-    saved_states: SavedStates = []
+    states_to_load: StatesToLoad = []
     for table in _tables_of(collection):
         for parameter in table.fused_names() if table.is_fused else ():
             values = state.get(f"{table.name}.{parameter}")
             if values is None:
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
             table.check_states(parameter, values)
-            saved_states.append((table, parameter, values))
-    return saved_states
+            states_to_load.append((table, parameter, values))
+    return states_to_load
 
 
 def load_optimizer_state(
@@ -567,21 +581,23 @@ def load_optimizer_state(
         KeyError: see `check_optimizer_state`; nothing is written.
         ValueError: see `check_optimizer_state`; nothing is written.
     """
-    loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
+    loaded_hyperparams: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
     for table, parameter, values in check_optimizer_state(collection, state):
         table.set_states(parameter, values)
         hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
-        loaded += [
-            (module, hyper) for module in table.table_modules() for hyper in hyper_parts.values()
+        loaded_hyperparams += [
+            (module, hyperparams)
+            for module in table.table_modules()
+            for hyperparams in hyper_parts.values()
         ]
-    newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
-    for module, hyper in loaded:
-        previous = newest.get(id(module))
-        if previous is None or float(hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
-            newest[id(module)] = module, hyper
-    for module, hyper in newest.values():
-        module.load_hyperparams(hyper)
-        module.set_step(int(hyper[Hyper.STEP]))
+    newest_by_module: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
+    for module, hyperparams in loaded_hyperparams:
+        previous = newest_by_module.get(id(module))
+        if previous is None or float(hyperparams[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
+            newest_by_module[id(module)] = module, hyperparams
+    for module, hyperparams in newest_by_module.values():
+        module.load_hyperparams(hyperparams)
+        module.set_step(int(hyperparams[Hyper.STEP]))
 
 
 def fused_tables(collection: ShardedCollection, prefix: str) -> list[FusedTableEntry]:
@@ -591,7 +607,7 @@ def fused_tables(collection: ShardedCollection, prefix: str) -> list[FusedTableE
             table.optimizer,
             tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
             table.table_modules(),
-            {f"{prefix}{name}": p for name, p in table.fused_parameters().items()},
+            {f"{prefix}{name}": parameter for name, parameter in table.fused_parameters().items()},
             collection.shared.get(table.name),
         )
         for table in _tables_of(collection)
@@ -617,7 +633,11 @@ def table_handles(collection: ShardedCollection) -> DynamicTables:
     all_tables = _tables_of(collection)
     return DynamicTables(
         {table.name: table.handle() for table in all_tables if isinstance(table, KeyedTable)},
-        {t.name: type(t.storage).__name__ for t in all_tables if not isinstance(t, KeyedTable)},
+        {
+            table.name: type(table.storage).__name__
+            for table in all_tables
+            if not isinstance(table, KeyedTable)
+        },
     )
 
 
@@ -657,9 +677,9 @@ class StateOfTables(nn.Module):
         missing, unexpected, errors = arguments[2:]
         handles_prefix = f"{prefix}{self.handles_name}."
         values = {
-            k.removeprefix(handles_prefix): v
-            for k, v in state_dict.items()
-            if k.startswith(handles_prefix)
+            key.removeprefix(handles_prefix): value
+            for key, value in state_dict.items()
+            if key.startswith(handles_prefix)
         }
         collection: Any = self
         missing_names, unexpected_names = compare_names(collection, values.keys())

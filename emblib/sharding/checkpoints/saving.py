@@ -115,11 +115,11 @@ def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{NOTES!r} is the entry for the metadata of a checkpoint: take another name"
         )
-    cuts = {
+    cuts_by_name = {
         leaf.name: leaf.value.cuts for leaf in leaves(content) if isinstance(leaf.value, RowStates)
     }
-    if cuts:
-        text = json.dumps({"cuts": cuts}, sort_keys=True).encode()
+    if cuts_by_name:
+        text = json.dumps({"cuts": cuts_by_name}, sort_keys=True).encode()
         content[NOTES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return content
 
@@ -148,15 +148,15 @@ _BACKGROUND_WRITERS: dict[Any, _BackgroundWriter] = {}  # by process group, unti
 
 def _background_writer(ranks: RankGroup) -> _BackgroundWriter:
     """Return the background writer of these ranks; a collective at the first call."""
-    background = _BACKGROUND_WRITERS.get(ranks.group)
-    if background is None:
+    writer = _BACKGROUND_WRITERS.get(ranks.group)
+    if writer is None:
         group = None if ranks.group is None else subgroup(ranks)
         background_ranks = (
             RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
         )
-        background = _BackgroundWriter(background_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
-        _BACKGROUND_WRITERS[ranks.group] = background
-    return background
+        writer = _BackgroundWriter(background_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
+        _BACKGROUND_WRITERS[ranks.group] = writer
+    return writer
 
 
 def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:

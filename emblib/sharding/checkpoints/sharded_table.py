@@ -69,11 +69,11 @@ class ShardedTable(Tensor):
         self.shards = tuple(shards)
         self.parts = dict(parts)
         self.ranks = ranks
-        local = [i for i, shard in enumerate(self.shards) if shard.rank == ranks.rank]
-        if sorted(self.parts) != local:
+        local_indices = [i for i, shard in enumerate(self.shards) if shard.rank == ranks.rank]
+        if sorted(self.parts) != local_indices:
             raise ValueError(
-                f"rank {ranks.rank} has the shards {local} of {list(self.shards)}, got parts for "
-                f"{sorted(self.parts)}"
+                f"rank {ranks.rank} has the shards {local_indices} of {list(self.shards)}, got "
+                f"parts for {sorted(self.parts)}"
             )
         for i, part in self.parts.items():
             shard_shape = self.shards[i].shape[: self.dim()]
@@ -204,10 +204,10 @@ class ShardedTable(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        local = [shard for shard in self.shards if shard.rank == self.ranks.rank]
+        local_shards = [shard for shard in self.shards if shard.rank == self.ranks.rank]
         return (
             f"{type(self).__name__}({tuple(self.size())}, {self.dtype}, {len(self.shards)} shards, "
-            f"on this rank {local})"
+            f"on this rank {local_shards})"
         )
 
 
@@ -261,7 +261,7 @@ def _have_same_shards(first: Any, second: Any) -> bool:
 
 
 def row_blocks(
-    shard: Shard, dims: int, itemsize: int
+    shard: Shard, num_dims: int, itemsize: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (offsets in the full tensor, sizes) of the blocks of a shard; none if it is empty.
 
@@ -269,16 +269,17 @@ def row_blocks(
 
     Args:
         shard: the shard.
-        dims: number of dimensions of the tensor, 1 or 2; offsets and sizes have as many numbers.
+        num_dims: number of dimensions of the tensor, 1 or 2; offsets and sizes have as many
+            numbers.
         itemsize: bytes per value.
     """
-    height, width = shard.shape
-    if not height or not width:
+    num_rows, num_columns = shard.shape
+    if not num_rows or not num_columns:
         return []
-    step = max(MAX_BLOCK_BYTES // (width * itemsize), 1)
-    starts = [*range(shard.rows[0], shard.rows[1], step), shard.rows[1]]
+    rows_per_block = max(MAX_BLOCK_BYTES // (num_columns * itemsize), 1)
+    starts = [*range(shard.rows[0], shard.rows[1], rows_per_block), shard.rows[1]]
     return [
-        ((start, shard.columns[0])[:dims], (end - start, width)[:dims])
+        ((start, shard.columns[0])[:num_dims], (end - start, num_columns)[:num_dims])
         for start, end in itertools.pairwise(starts)
     ]
 
@@ -310,11 +311,11 @@ def average_columns(states: Tensor, cuts: Sequence[int], columns: Span) -> Tenso
         max(min(end, columns[1]) - max(start, columns[0]), 0)
         for start, end in itertools.pairwise(cuts)
     ]
-    total = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
-    for column, weight in enumerate(weights):
+    weighted_sums = torch.zeros(states.shape[0], dtype=torch.float64, device=states.device)
+    for interval, weight in enumerate(weights):
         if weight:
-            total.add_(states[:, column], alpha=weight)
-    return (total / (columns[1] - columns[0])).to(states.dtype)
+            weighted_sums.add_(states[:, interval], alpha=weight)
+    return (weighted_sums / (columns[1] - columns[0])).to(states.dtype)
 
 
 def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
@@ -329,22 +330,24 @@ def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
     ranks = table.ranks
     if rank is not None and not 0 <= rank < ranks.size:
         raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, or None for all, got {rank}")
-    target = 0 if rank is None else rank
+    target_rank = 0 if rank is None else rank
     full_tensor = torch.empty(
-        table.size() if ranks.rank == target else (0,), dtype=table.dtype, device="cpu"
+        table.size() if ranks.rank == target_rank else (0,), dtype=table.dtype, device="cpu"
     )
     for i, shard in enumerate(table.shards):
-        if ranks.rank not in (target, shard.rank):
+        if ranks.rank not in (target_rank, shard.rank):
             continue
         for offsets, sizes in row_blocks(shard, table.dim(), table.element_size()):
-            region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+            region = tuple(
+                slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)
+            )
             if shard.rank == ranks.rank:
                 first_row = offsets[0] - shard.rows[0]
                 block = table.parts[i][first_row : first_row + sizes[0]]
-                if ranks.rank == target:
+                if ranks.rank == target_rank:
                     full_tensor[region] = block.cpu()
                 else:
-                    _send_block(block, target, ranks)
+                    _send_block(block, target_rank, ranks)
             else:
                 full_tensor[region] = _receive_block(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
@@ -392,8 +395,10 @@ def _broadcast_blocks(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup
     """Send rank 0's full tensor to all ranks, block by block; return it on the CPU."""
     if ranks.rank:
         full_tensor = torch.empty(table.size(), dtype=table.dtype, device="cpu")
-    step = max(MAX_BLOCK_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1)
-    for rows in full_tensor.split(step):
+    rows_per_block = max(
+        MAX_BLOCK_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1
+    )
+    for rows in full_tensor.split(rows_per_block):
         block = rows.to(ranks.device)
         dist.broadcast(_as_bytes(block), ranks.global_rank(0), group=ranks.group)
         rows.copy_(block)

@@ -44,21 +44,21 @@ def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
 def _leaves_of(name: str, value: Any, container: Any, key: Any) -> Iterator[Leaf]:
     """Yield the leaves of a value, which is `container[key]` and has the dotted `name`."""
     if isinstance(value, Mapping):
-        for inner_key, item in list(value.items()):
-            yield from _leaves_of(f"{name}.{inner_key}", item, value, inner_key)
+        for inner_key, element in list(value.items()):
+            yield from _leaves_of(f"{name}.{inner_key}", element, value, inner_key)
     elif isinstance(value, list) and not _is_single_value(value):
-        for inner_key, item in enumerate(value):
-            yield from _leaves_of(f"{name}.{inner_key}", item, value, inner_key)
+        for inner_key, element in enumerate(value):
+            yield from _leaves_of(f"{name}.{inner_key}", element, value, inner_key)
     else:
         yield Leaf(name, value, container, key)
 
 
-def _is_single_value(items: list[Any]) -> bool:
+def _is_single_value(elements: list[Any]) -> bool:
     """Return whether a list is one value: it holds no tensors and, at any depth, no dicts."""
     return not any(
-        isinstance(item, Tensor | Mapping)
-        or (isinstance(item, list) and not _is_single_value(item))
-        for item in items
+        isinstance(element, Tensor | Mapping)
+        or (isinstance(element, list) and not _is_single_value(element))
+        for element in elements
     )
 
 
@@ -120,9 +120,11 @@ def run_on_all_ranks(ranks: RankGroup, function: Callable[[], T]) -> T:
     messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = {rank: text for rank, text in enumerate(messages) if text is not None}
-    if failed:
-        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    messages_by_rank = {rank: text for rank, text in enumerate(messages) if text is not None}
+    if messages_by_rank:
+        raise CheckpointError(
+            "; ".join(f"rank {rank}: {text}" for rank, text in messages_by_rank.items())
+        )
     result: T = value
     return result
 

@@ -153,16 +153,16 @@ def _parse_metadata(value: Any) -> Metadata:
         _parse_index(key): _parse_storage_info(info)
         for key, info in _check_type(dict, fields["storage_data"], "storage_data").items()
     }
-    tree = _check_type(dict, fields["state_dict_metadata"], "state_dict_metadata")
+    entries_by_name = _check_type(dict, fields["state_dict_metadata"], "state_dict_metadata")
     entries = {
         _check_type(str, name, "the name of an entry"): _parse_entry(name, entry, storage)
-        for name, entry in tree.items()
+        for name, entry in entries_by_name.items()
     }
     # Planners of other libraries store arbitrary data there.
-    data = fields.get("planner_data")
+    planner_data = fields.get("planner_data")
     paths = {
         name: steps
-        for name, steps in (data.items() if type(data) is dict else ())
+        for name, steps in (planner_data.items() if type(planner_data) is dict else ())
         if type(name) is str and type(steps) is tuple
         if all(type(step) in (int, str) for step in steps)
     }
@@ -187,8 +187,8 @@ def _parse_entry(
     chunks = [_parse_chunk(chunk) for chunk in _check_type(list, fields["chunks"], "chunks")]
     for chunk in chunks:
         if not len(size) == len(chunk.offsets) == len(chunk.sizes) or any(
-            offset + length > extent
-            for offset, length, extent in zip(chunk.offsets, chunk.sizes, size, strict=True)
+            offset + length > size_of_axis
+            for offset, length, size_of_axis in zip(chunk.offsets, chunk.sizes, size, strict=True)
         ):
             raise ValueError(f"{name} of {tuple(size)} has the chunk {chunk}")
         info = storage.get(MetadataIndex(name, chunk.offsets))

@@ -95,8 +95,8 @@ _NUMPY_NAMES: dict[str, Callable[..., Any]] = {
 
 def _load_with_numpy_scalars(data: io.BytesIO) -> Any:
     """Load a value as `torch.load(weights_only=True)`, but admit NumPy scalars."""
-    names: list[Any] = [(function, name) for name, function in _NUMPY_NAMES.items()]
-    with torch.serialization.safe_globals(names):
+    admitted: list[Any] = [(function, name) for name, function in _NUMPY_NAMES.items()]
+    with torch.serialization.safe_globals(admitted):
         return torch.load(io.BytesIO(data.getvalue()), weights_only=True)
 
 
@@ -105,12 +105,15 @@ def plain_numbers(value: Any) -> Any:
 
     A schedule that computes with NumPy leaves its scalars in the state of an optimizer.
     """
-    if any(c.__module__ == "numpy" and c.__name__ in _NUMPY_SCALARS for c in type(value).__mro__):
+    if any(
+        base_class.__module__ == "numpy" and base_class.__name__ in _NUMPY_SCALARS
+        for base_class in type(value).__mro__
+    ):
         return value.item()
     if type(value) is dict:
-        return {plain_numbers(key): plain_numbers(item) for key, item in value.items()}
+        return {plain_numbers(key): plain_numbers(element) for key, element in value.items()}
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(plain_numbers(item) for item in value)
+        return type(value)(plain_numbers(element) for element in value)
     return value
 
 
@@ -123,8 +126,8 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a value could be saved but not loaded again.
         Exception: a value cannot be pickled, e.g. pickle.PicklingError.
     """
-    result: dict[str, Any] = map_values(state, plain_numbers)
-    for leaf in leaves(result):
+    plain_state: dict[str, Any] = map_values(state, plain_numbers)
+    for leaf in leaves(plain_state):
         if isinstance(leaf.value, Tensor) or type(leaf.value) in _PLAIN:
             continue
         data = io.BytesIO()
@@ -140,7 +143,7 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
                 "what it is made of, or call torch.serialization.add_safe_globals before saving "
                 "and loading"
             ) from error
-    return result
+    return plain_state
 
 
 def _unsafe_globals(data: io.BytesIO) -> set[str]:

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ def is_keyed(value: Any) -> bool:
 
 def is_jagged(value: Any) -> bool:
     """Return whether a value has the methods by which a `JaggedTensor` is recognised."""
-    return not is_keyed(value) and all(hasattr(value, n) for n in ("lengths", "weights_or_none"))
+    return not is_keyed(value) and hasattr(value, "lengths") and hasattr(value, "weights_or_none")
 
 
 def _is_leaf(value: Any) -> bool:
@@ -44,8 +45,8 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
     slots = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
-    slot_names = [name for s in slots for name in ([s] if isinstance(s, str) else s)]
-    names = [*getattr(value, "__dict__", ()), *slot_names]
+    slot_lists = [[names] if isinstance(names, str) else names for names in slots]
+    names = [*getattr(value, "__dict__", ()), *chain.from_iterable(slot_lists)]
     return [
         (name, getattr(value, name))
         for name in names
@@ -79,7 +80,7 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """
     if _is_leaf(value):
         return function(value)
-    new_items = {key: _map_leaves(item, function) for key, item in items_of(value)}
+    new_items = {key: _map_leaves(element, function) for key, element in items_of(value)}
     if all(new_item is item_of(value, key) for key, new_item in new_items.items()):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -109,7 +110,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if not _is_leaf(batch) and hasattr(batch, "to"):
         parameters = inspect.signature(batch.to).parameters.values()
-        if any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters):
+        if any(
+            parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD
+            for parameter in parameters
+        ):
             return batch.to(device, non_blocking=True)
         return batch.to(device)
     return _map_leaves(
@@ -160,15 +164,15 @@ def num_examples(batch: Any) -> int:
 
     Scalar tensors do not count as leaves here. A batch without leaves has 0 examples.
     """
-    length = None
+    num_rows = None
     for leaf in leaves(batch):
         if is_keyed(leaf):
             inverse = leaf.inverse_indices_or_none()
             return int(leaf.stride() if inverse is None else inverse[1].shape[-1])
         sizes = leaf if isinstance(leaf, Tensor) else leaf.lengths()
-        if length is None and sizes.dim():
-            length = int(sizes.shape[0])
-    return length or 0
+        if num_rows is None and sizes.dim():
+            num_rows = int(sizes.shape[0])
+    return num_rows or 0
 
 
 ItemPath = tuple[Any, ...]
@@ -179,8 +183,8 @@ def path_to(batch: Any, target: Any) -> ItemPath | None:
     """Return the path of the first item that `is_same_input` as `target`; None if there is none."""
     if is_same_input(batch, target):
         return ()
-    for key, item in items_of(batch):
-        item_path = path_to(item, target)
+    for key, element in items_of(batch):
+        item_path = path_to(element, target)
         if item_path is not None:
             return (key, *item_path)
     return None

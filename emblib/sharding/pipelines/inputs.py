@@ -82,15 +82,19 @@ class LearnedInputs:
         result = _call_with_forwards(forwards, forward, batch)
         paths = [(call.module, path_to(batch, call.features)) for call in calls]
         # Calls of a module are matched by their order, so all of its inputs must be known.
-        unlearned = {module: None for module, path in paths if path is None}
-        for module in unlearned:
+        unlearned_modules = {module: None for module, path in paths if path is None}
+        for module in unlearned_modules:
             warnings.warn(
                 f"the input of {self._names[module] or 'the model'} is not an object of the batch, "
                 "so its ids are not sent ahead; give the pipeline `inputs` that names it, or put "
                 "it into the batch",
                 stacklevel=2,
             )
-        self._paths = [(m, path) for m, path in paths if path is not None and m not in unlearned]
+        self._paths = [
+            (module, path)
+            for module, path in paths
+            if path is not None and module not in unlearned_modules
+        ]
         return result
 
     def __call__(self, batch: Any) -> list[InputCall]:
@@ -132,7 +136,7 @@ class CallerInputs:
             ValueError: a key of the result is not a sharded collection of the model.
         """
         calls = []
-        for key, value in self._function(batch).items():
+        for key, module_inputs in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
             if module is None or all(
                 module is not known_module for known_module in self._modules.values()
@@ -141,7 +145,9 @@ class CallerInputs:
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
-            inputs_of_module = value if isinstance(value, Sequence) else [value]
+            inputs_of_module = (
+                module_inputs if isinstance(module_inputs, Sequence) else [module_inputs]
+            )
             calls += [InputCall(module, features) for features in inputs_of_module]
         self._called_modules = [call.module for call in calls]
         return calls
@@ -273,15 +279,15 @@ class SentBatch:
         """
         self._is_prefetch_due = True
         modules: list[Any] = [call.module for call in self._calls]
-        for groups in (part for module in modules for part in module.modules()):
-            for handle in groups.handles if isinstance(groups, TableGroups) else ():
+        for submodules in (submodule for module in modules for submodule in module.modules()):
+            for handle in submodules.handles if isinstance(submodules, TableGroups) else ():
                 if isinstance(handle.module, TableBatchedEmbeddingBags):
                     handle.module.forget_prefetched()
 
     def _prefetch_rows(self, received: list[Any]) -> list[Any]:
         """Load the rows of received ids into the caches of their modules."""
-        for call, distributed in zip(self._calls, received, strict=True):
-            call.module.prefetch(distributed)
+        for call, call_rows in zip(self._calls, received, strict=True):
+            call.module.prefetch(call_rows)
         return received
 
     def _receive(self) -> Staged[list[Any]]:
@@ -302,14 +308,16 @@ class SentBatch:
         """
         self.send_ids()
         with_grad = torch.is_grad_enabled()
-        waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
-        for i, call in enumerate(self._calls):
-            queue = waiting.setdefault(call.module, deque())
-            queue.append((call.features, self._make_output_getter(i, with_grad=with_grad)))
-        forwards = {module: _forward_from_queue(module, queue) for module, queue in waiting.items()}
+        queues_by_module: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
+        for index, call in enumerate(self._calls):
+            queue = queues_by_module.setdefault(call.module, deque())
+            queue.append((call.features, self._make_output_getter(index, with_grad=with_grad)))
+        forwards = {
+            module: _forward_from_queue(module, queue) for module, queue in queues_by_module.items()
+        }
         result = _call_with_forwards(forwards, forward, batch)
         self._separate_calls.is_learned = True
-        for module, queue in waiting.items():
+        for module, queue in queues_by_module.items():
             if queue:
                 raise RuntimeError(
                     f"the model did not call {type(module).__name__} as often as it was expected "
@@ -338,11 +346,13 @@ class SentBatch:
 
     def _look_up(self, received: Sequence[Any]) -> dict[int, Callable[[], Any]]:
         """Look up the batches of collections together and start to return their rows."""
-        joint_calls = [i for i in range(len(self._calls)) if i not in self._separate_calls.indices]
+        joint_calls = [
+            index for index in range(len(self._calls)) if index not in self._separate_calls.indices
+        ]
         calls = [
-            OutputCall(module, module.compute(received[i]), received[i])
-            for i in joint_calls
-            for module in (self._calls[i].module,)
+            OutputCall(module, module.compute(received[index]), received[index])
+            for index in joint_calls
+            for module in (self._calls[index].module,)
         ]
         return dict(zip(joint_calls, start_joint_output_dist(calls), strict=True))
 
@@ -375,5 +385,5 @@ def _call_with_forwards(
     forwards: Mapping[Any, Callable[..., Any]], function: Callable[[Any], Any], batch: Any
 ) -> Any:
     """Return `function(batch)`, during which modules have other forwards; their hooks still run."""
-    uncompiled = {module: run_uncompiled(forward) for module, forward in forwards.items()}
-    return with_attribute("forward", uncompiled, function)(batch)
+    uncompiled_forwards = {module: run_uncompiled(forward) for module, forward in forwards.items()}
+    return with_attribute("forward", uncompiled_forwards, function)(batch)

@@ -308,10 +308,10 @@ class JointDist:
     def _agree_on_calls(self, running: _RunningForward) -> None:
         """Agree with the other ranks on the calls of this mode, after a searched forward."""
         calls, reasons = self._find_calls(running)
-        described = [
+        descriptions = [
             (self._names[call.module], repr(call.path), call.is_separate) for call in calls
         ]
-        findings = self._ranks.gather_objects((described, reasons))
+        findings = self._ranks.gather_objects((descriptions, reasons))
         if any(finding != findings[0] for finding in findings):
             calls = []
             reasons = dict.fromkeys(

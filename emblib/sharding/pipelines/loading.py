@@ -6,6 +6,7 @@ does. With each `Loader.fetch` a rank tells all ranks whether it has a batch, ex
 arrived when `Loader.decide_to_run` needs them.
 """
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -53,12 +54,12 @@ class NumberExchange:
         """
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
-        size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
-        payload = torch.tensor([*numbers] * size, dtype=torch.int64, device="cpu")
+        num_ranks, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
+        payload = torch.tensor([*numbers] * num_ranks, dtype=torch.int64, device="cpu")
         pending = start_all_to_all(
             payload, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
         )
-        return DeferredAwaitable(lambda: pending.wait().view(size, -1).tolist())
+        return DeferredAwaitable(lambda: pending.wait().view(num_ranks, -1).tolist())
 
 
 def _on_hosts(ranks: RankGroup) -> RankGroup:
@@ -181,12 +182,12 @@ class Step:
         """
         if self.error is not None:
             raise self.error
-        ranks = [] if self.numbers_of_ranks is None else self.numbers_of_ranks.wait()
-        failed = [rank for rank, numbers in enumerate(ranks) if numbers[_BatchNumber.HAS_FAILED]]
-        if failed:
-            raise RuntimeError(
-                f"rank {failed[0]} could not read its batch, see its error: no rank ran the step"
-            )
+        numbers_by_rank = [] if self.numbers_of_ranks is None else self.numbers_of_ranks.wait()
+        for rank, numbers in enumerate(numbers_by_rank):
+            if numbers[_BatchNumber.HAS_FAILED]:
+                raise RuntimeError(
+                    f"rank {rank} could not read its batch, see its error: no rank ran the step"
+                )
 
     def count_examples(self) -> ExampleCount:
         """Return the number of examples of the step; wait for the numbers of the other ranks."""
@@ -283,8 +284,8 @@ class Loader:
             return step.epoch == self.epoch
         step_numbers, newest_numbers = step.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
         return all(
-            numbers[_BatchNumber.EPOCH] == newer[_BatchNumber.EPOCH]
-            for numbers, newer in zip(step_numbers, newest_numbers, strict=True)
+            numbers[_BatchNumber.EPOCH] == newest[_BatchNumber.EPOCH]
+            for numbers, newest in zip(step_numbers, newest_numbers, strict=True)
         )
 
     def fetch(self) -> Step:
@@ -345,7 +346,7 @@ class Loader:
         """
         attributes = _attributes(self._batches)
         return len(attributes) != len(self._attributes_at_end) or any(
-            a is not b for a, b in zip(attributes, self._attributes_at_end, strict=True)
+            map(operator.is_not, attributes, self._attributes_at_end)
         )
 
     def _start_copy(self, batch: Any) -> Staged[Any]:
@@ -377,28 +378,32 @@ class Loader:
         """
         if step.numbers_of_ranks is None:
             return step.batch is not None
-        numbers_of_ranks = step.numbers_of_ranks.wait()
-        if any(numbers[_BatchNumber.HAS_FAILED] for numbers in numbers_of_ranks):
+        numbers_by_rank = step.numbers_of_ranks.wait()
+        if any(numbers[_BatchNumber.HAS_FAILED] for numbers in numbers_by_rank):
             return False
-        num_batches = sum(numbers[_BatchNumber.HAS_BATCH] for numbers in numbers_of_ranks)
+        num_batches = sum(numbers[_BatchNumber.HAS_BATCH] for numbers in numbers_by_rank)
         if isinstance(self.uneven_inputs, StopAtShortest):
-            return num_batches == len(numbers_of_ranks)
-        if num_batches and not all(numbers[_BatchNumber.HAS_EMPTY] for numbers in numbers_of_ranks):
-            empties = self._ranks.gather_objects(_on_host(self._empty_batch))
+            return num_batches == len(numbers_by_rank)
+        if num_batches and not all(numbers[_BatchNumber.HAS_EMPTY] for numbers in numbers_by_rank):
+            empty_batches = self._ranks.gather_objects(_on_host(self._empty_batch))
             if self._empty_batch is None:
-                self._empty_batch = next(empty for empty in empties if empty is not None)
+                self._empty_batch = next(empty for empty in empty_batches if empty is not None)
         return num_batches > 0
 
 
 def _attributes(iterator: Any) -> list[Any]:
     """Return the attributes of an iterator and of the iterators that it wraps."""
     attributes: list[Any] = []
-    waiting, visited = [iterator], {id(iterator)}
-    while waiting:
-        values = list(getattr(waiting.pop(), "__dict__", {}).values())
+    iterators_to_visit, visited = [iterator], {id(iterator)}
+    while iterators_to_visit:
+        values = list(getattr(iterators_to_visit.pop(), "__dict__", {}).values())
         attributes += values
-        inner = [v for v in values if hasattr(type(v), "__next__") and id(v) not in visited]
-        waiting += inner
+        inner = [
+            value
+            for value in values
+            if hasattr(type(value), "__next__") and id(value) not in visited
+        ]
+        iterators_to_visit += inner
         visited.update(map(id, inner))
     return attributes
 
@@ -505,19 +510,19 @@ class Meter:
         """Pause when the batches are drained: rates do not count the time until the next step."""
         self._is_paused = True
 
-    def end(self, counted: ExampleCount) -> Progress:
-        """End a step that had `counted` examples, and return the progress."""
+    def end(self, example_count: ExampleCount) -> Progress:
+        """End a step that had these examples, and return the progress."""
         last_mark = self._marks[-1]
-        total = (
+        num_total = (
             None
-            if counted.total is None or last_mark.num_total is None
-            else last_mark.num_total + counted.total
+            if example_count.total is None or last_mark.num_total is None
+            else last_mark.num_total + example_count.total
         )
         mark = _MeterMark(
             time.perf_counter(),
             last_mark.num_steps + 1,
-            last_mark.num_local + counted.local,
-            total,
+            last_mark.num_local + example_count.local,
+            num_total,
         )
         self._marks.append(mark)
         first_mark = self._marks[0]

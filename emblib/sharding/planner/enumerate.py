@@ -100,7 +100,7 @@ class Option:
         """Return whether ids of the table pass through the exchange of a step.
 
         True of every table with shards, also on one rank. Ids of a replicated table are exchanged
-        only if its optimizer is fused; summing its dense gradients is no such exchange.
+        only if its optimizer is fused; summing its dense gradients is not such an exchange.
         """
         return self.type is not ShardingType.DATA_PARALLEL or self.common_cost.seconds[INPUT] > 0
 

@@ -477,19 +477,14 @@ class CostModel:
         return interpolate(self.costs.update_near, row_bytes)
 
     def _mean_row_ns(
-        self,
-        near_ns: Curve,
-        far_ns: Curve,
-        table_slice: TableSlice,
-        row_bytes: float,
-        num_ids: float,
+        self, near_ns: Curve, far_ns: Curve, table_slice: TableSlice, row_bytes: float, ids: float
     ) -> float:
         """Return the mean ns per row of a shard that is partly in cache.
 
         The shards of a rank share its cache in proportion to the floats that they look up. Each
         rank is assumed to look up `floats_per_rank` floats.
         """
-        num_floats, num_all_floats = num_ids * table_slice.dim, self.floats_per_rank
+        num_floats, num_all_floats = ids * table_slice.dim, self.floats_per_rank
         cache_share = min(1.0, num_floats / num_all_floats) if num_all_floats else 1.0
         near_bytes = self.costs.near_bytes * cache_share
         near_share = min(1.0, near_bytes / max(table_slice.num_rows * row_bytes, 1.0))

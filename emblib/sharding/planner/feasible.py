@@ -495,9 +495,7 @@ def _remedies(
         remedies.append(
             f"allow {row_wise.value} for {largest.name}, which cuts it into equal parts"
         )
-    max_free = (
-        max(free_nbytes) for free_nbytes in zip(*problem.free_memory, strict=True)
-    )  # by kind of memory
+    max_free = map(max, zip(*problem.free_memory, strict=True))  # by kind of memory
     shortages = [
         (missing, free) for missing, free in zip(missing_memory, max_free, strict=True) if missing
     ]

@@ -54,7 +54,7 @@ _NUM_BATCHES = 6  # batches used in turn, so that the rows of a batch are not in
 _NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that no buffer stays in cache
 _COPY_ACCESSES = 2  # bytes read or written per byte copied
 _NUM_EXTRA_TABLES = 64  # tables added to a step of one table, to measure the cost of a table
-_TINY_TABLE = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
+_TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
 _ROUND_S = 5e-3  # duration of a round
 _NS_PER_S = 1e9
 _MIN_NEAR_FRACTION = 0.02  # least share of the middle table in cache, as noise may hide it
@@ -209,10 +209,8 @@ class _TableTimer:
                 bounds_check=BoundsCheck.NONE,
                 device=self.device,
             )
-            few_s, many_s = (
-                self._step(table, num_rows, _FEW_IDS),
-                self._step(table, num_rows, _MANY_IDS),
-            )
+            few_s = self._step(table, num_rows, _FEW_IDS)
+            many_s = self._step(table, num_rows, _MANY_IDS)
             # Each of forward and of backward.
             id_s = [
                 (many - few) / _NUM_BAGS / (_MANY_IDS - _FEW_IDS)
@@ -295,7 +293,7 @@ def _measure_step(
 def _measure_tiny_table(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
-        [TableSpec(_TINY_TABLE.rows, _TINY_TABLE.columns)],
+        [TableSpec(_TINY.rows, _TINY.columns)],
         SGD(0.1),
         bounds_check=BoundsCheck.NONE,
         device=device,
@@ -303,10 +301,7 @@ def _measure_tiny_table(device: torch.device, rounds: int) -> tuple[float, float
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     offsets = torch.arange(2, device=device)
     return _measure_step(
-        lambda: module(ids, offsets),
-        torch.ones(1, _TINY_TABLE.columns, device=device),
-        device,
-        rounds,
+        lambda: module(ids, offsets), torch.ones(1, _TINY.columns, device=device), device, rounds
     )
 
 
@@ -335,18 +330,18 @@ def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
     """
     names = [f"t{t}" for t in range(num_tables)]
     source = EmbeddingBagCollection(
-        [EmbeddingBagConfig(_TINY_TABLE.rows, _TINY_TABLE.columns, name) for name in names],
+        [EmbeddingBagConfig(_TINY.rows, _TINY.columns, name) for name in names],
         device="meta",
         optimizer=SGD(0.1),
     )
     world = World(ranks.size, ranks.local_size)
-    shapes = dict.fromkeys(names, _TINY_TABLE)
+    shapes = dict.fromkeys(names, _TINY)
     plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
     plan = plan_from_shapes(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
     lengths = torch.ones(num_tables, dtype=torch.int64, device=ranks.device)
     batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
-    gradient = torch.ones(1, _TINY_TABLE.columns * num_tables, device=ranks.device)
+    gradient = torch.ones(1, _TINY.columns * num_tables, device=ranks.device)
     return TinyStep(lambda: collection(batch).values(), gradient)
 
 
