@@ -147,11 +147,10 @@ class TableCollection(nn.Module):
 
     def _set_groups(self, groups: TableGroups) -> None:
         """Install groups; register the handles first, so that parameters have the tables' names."""
-        names = [config.name for config in self.configs]
-        handles_by_table = dict(zip(names, groups.handles, strict=True))
+        handles = zip([config.name for config in self.configs], groups.handles, strict=True)
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
-        self.add_module(self.handles_name, TableHandles(handles_by_table))
+        self.add_module(self.handles_name, TableHandles(dict(handles)))
         self._set_handle_owners()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
@@ -429,13 +428,11 @@ class TableCollection(nn.Module):
 
     def copy_rows(self, source: TableCollection) -> None:
         """Copy the rows of a collection with the same tables; quantised tables quantise them."""
-        source_handles = source.handles()
-        source_configs = {config.name: config for config in source.configs}
+        source_storage = {config.name: config.storage for config in source.configs}
         handles: Mapping[str, Any] = self.handles()
         for config in self.configs:
-            handle, source_handle = handles[config.name], source_handles[config.name]
-            source_storage = source_configs[config.name].storage
-            if isinstance(config.storage, Quantized) and source_storage.has_dense_rows:
+            handle, source_handle = handles[config.name], source.handles()[config.name]
+            if isinstance(config.storage, Quantized) and source_storage[config.name].has_dense_rows:
                 first_row = 0
                 for block in source_handle.dense_blocks():
                     handle.module.write_rows(handle.index, block, first_row)
@@ -547,10 +544,8 @@ class EmbeddingBagCollection(TableCollection):
         self._names = [unit.name for unit in self._units]
         self._columns = list(groups.dims)
         divides = [self._needs_division(unit) for unit in self._units]
-        is_in_order = groups.order == list(range(len(self._units)))
-        self._column_order = None
-        if not is_in_order or any(divides):
-            self._column_order = _ColumnOrder(groups, divides)
+        needs_order = any(divides) or groups.order != list(range(len(self._units)))
+        self._column_order = _ColumnOrder(groups, divides) if needs_order else None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows `[B, sum of dims]`: one block of columns per feature.
@@ -707,13 +702,11 @@ class _ColumnOrder:
                 self._last_descriptors = descriptors
         return descriptors[1], descriptors[2]
 
-    def __call__(self, output: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Return `output` `[B, columns]` in the order of the configurations."""
-        targets, pieces = self._descriptors(output.shape[0], output.device)
+    def __call__(self, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
+        """Return the columns of `rows` `[B, columns]` in the order of the configurations."""
+        targets, pieces = self._descriptors(rows.shape[0], rows.device)
         lengths = batch.lengths() if self._divides_means else None
-        flat = route.combine(
-            output.view(-1), targets, pieces, lengths, output.numel(), output.dtype
-        )
+        flat = route.combine(rows.view(-1), targets, pieces, lengths, rows.numel(), rows.dtype)
         return flat.view(-1, self._num_columns)
 
 
@@ -799,8 +792,7 @@ class EmbeddingCollection(TableCollection):
         outputs = groups.outputs(values, offsets, batch_sizes=batch_sizes, id_counts=id_counts)
         vectors: list[Tensor] = []
         for slice_group, output in zip(groups.active, outputs, strict=True):
-            end = len(vectors) + len(slice_group.units)
-            vectors += output.split(ids_per_feature[len(vectors) : end])
+            vectors += output.split(ids_per_feature[len(vectors) :][: len(slice_group.units)])
         return vectors
 
     def _set_groups(self, groups: TableGroups) -> None:

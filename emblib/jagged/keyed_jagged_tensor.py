@@ -190,8 +190,6 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
         if stride is None:
             if self._inverse is not None:
-                if len(self._inverse) != 2:
-                    raise ValueError(f"inverse_indices must be (keys, rows), got {self._inverse!r}")
                 stride = self._inverse[1].size(-1)
             else:
                 stride = max(self._stride_per_key, default=0)
@@ -494,10 +492,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         check_content(self._values, self._lengths, self._offsets)
         length_per_key, bounds = self._length_per_key, self._read_bounds()
         if length_per_key is not None and block_offsets(length_per_key) != bounds:
-            lengths = [end - begin for begin, end in pairwise(bounds)]
             raise ValueError(
-                f"length_per_key must be the values per key, {lengths} by the offsets, got "
-                f"{length_per_key}"
+                f"length_per_key must be the values per key, {[b - a for a, b in pairwise(bounds)]}"
+                f" by the offsets, got {length_per_key}"
             )
         devices = {str(tensor.device) for tensor in self._tensors()}
         if len(devices) > 1:
@@ -544,9 +541,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         if self._weights is not None:
             weights = drop_first(self._weights, padding).split(sizes)
         lengths = self.lengths().split(self.stride_per_key())
-        arguments_by_key = zip(values, weights, lengths, strict=True)
-        jagged = (JaggedTensor.from_valid(*arguments, None) for arguments in arguments_by_key)
-        return dict(zip(self._keys, jagged, strict=True))
+        make, parts = JaggedTensor.from_valid, zip(values, weights, lengths, strict=True)
+        return dict(zip(self._keys, (make(*part, None) for part in parts), strict=True))
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
@@ -649,9 +645,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         )
         strides, sizes = self.stride_per_key(), self.length_per_key()
         if self._stride_per_key_per_rank is None and self._stride and self._offsets is not None:
-            first_values = self._offsets[:: self._stride]
+            starts = self._offsets[:: self._stride]
         else:
-            first_values = torch.tensor(self.offset_per_key(), device=values.device)
+            starts = torch.tensor(self.offset_per_key(), device=values.device)
         if self._stride_per_key_per_rank is None:
             selected_lengths = lengths.view(len(sizes), -1).index_select(0, order_tensor).view(-1)
         else:
@@ -661,10 +657,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             )
         num_values = sum(sizes[i] for i in order)
         return (
-            gather_segments(values, first_values, order_tensor, num_values),
-            None
-            if weights is None
-            else gather_segments(weights, first_values, order_tensor, num_values),
+            gather_segments(values, starts, order_tensor, num_values),
+            None if weights is None else gather_segments(weights, starts, order_tensor, num_values),
             selected_lengths,
         )
 

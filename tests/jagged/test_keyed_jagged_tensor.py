@@ -347,10 +347,6 @@ def test_wrong_structure_is_refused() -> None:
         KeyedJaggedTensor(["a"], values, None, lengths, torch.tensor([0, 2, 4]))
     with pytest.raises(ValueError, match="one entry more than there are bags, got 0"):
         KeyedJaggedTensor(["a"], values, offsets=torch.tensor([], dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"inverse_indices must be \(keys, rows\), got \(\)"):
-        KeyedJaggedTensor(
-            ["a"], values, lengths=lengths, stride_per_key_per_rank=[[3]], inverse_indices=()
-        )
     for wrong in ([[1, 2]], [[1, 2], [0]], [[1], [1]], [[4], [-1]]):
         with pytest.raises(ValueError, match="stride_per_key_per_rank must"):
             KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride_per_key_per_rank=wrong)
