@@ -121,14 +121,14 @@ struct HashBatchCall {
 
 // The segments of a batch, sorted by table; those of a table are in ascending order.
 struct TableSegments {
-  std::vector<int64_t> sorted;            // [num_segments], the sorted segments
-  std::vector<int64_t> table_begins;      // [T + 1]: table t has sorted[table_begins[t]] to
-                                          // sorted[table_begins[t + 1] - 1]
+  std::vector<int64_t> sorted_segments;   // [num_segments]
+  std::vector<int64_t> table_begins;      // [T + 1]: table t has sorted_segments[i] for i in
+                                          // [table_begins[t], table_begins[t + 1])
   std::vector<int64_t> positions_before;  // [T + 1]: the number of positions of the tables before
                                           // each table, then of all tables
 
   TableSegments(const HashBatch& batch, int64_t num_tables)
-      : sorted(batch.num_segments),
+      : sorted_segments(batch.num_segments),
         table_begins(num_tables + 1, 0),
         positions_before(num_tables + 1, 0) {
     for (int64_t f = 0; f < batch.num_segments; ++f) {
@@ -138,7 +138,9 @@ struct TableSegments {
     std::partial_sum(table_begins.begin(), table_begins.end(), table_begins.begin());
     std::partial_sum(positions_before.begin(), positions_before.end(), positions_before.begin());
     std::vector<int64_t> next_indices(table_begins.begin(), table_begins.end() - 1);
-    for (int64_t f = 0; f < batch.num_segments; ++f) sorted[next_indices[batch.tables[f]]++] = f;
+    for (int64_t f = 0; f < batch.num_segments; ++f) {
+      sorted_segments[next_indices[batch.tables[f]]++] = f;
+    }
   }
 
   // Return whether each table can be one task of a thread. Then no table has more than
@@ -213,7 +215,7 @@ struct DistinctKeys {
     int64_t* known_uses = uses.get() + table_segments.positions_before[t];
     int32_t num_known = 0;
     for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1]; ++s) {
-      const int64_t f = table_segments.sorted[s];
+      const int64_t f = table_segments.sorted_segments[s];
       for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
         const int64_t key = batch.ids[i];
         const int64_t key_ahead = batch.ids[std::min(i + kKeysAhead, batch.starts[f + 1] - 1)];
@@ -390,7 +392,7 @@ struct BatchGroups {
     auto *lookup = lookups.mutable_data_ptr<int32_t>(), *bag_of = bags.mutable_data_ptr<int32_t>();
     const int64_t first_key = distinct.first_keys[t];
     for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1]; ++s) {
-      const int64_t f = table_segments.sorted[s];
+      const int64_t f = table_segments.sorted_segments[s];
       for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
         for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
           const int64_t key_index = first_key + distinct.key_numbers[i];
@@ -425,7 +427,7 @@ struct BatchStatus {
       const uint8_t* table_statuses = by_key.get() + distinct.first_keys[t];
       for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1];
            ++s) {
-        const int64_t f = table_segments.sorted[s];
+        const int64_t f = table_segments.sorted_segments[s];
         for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
           out[i] = table_statuses[distinct.key_numbers[i]];
         }

@@ -515,7 +515,7 @@ struct RowMatrix {
 
   // Return the data of the argument `rows`. Throws unless it is a contiguous [n, dim] of the dtype
   // of the matrix, on its device.
-  const void* check_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
+  const void* required_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == dim &&
                         rows.is_contiguous() && rows.scalar_type() == values.scalar_type(),
                     op, ": ", name, " must be contiguous, of the dtype of values and of shape [", n,
@@ -611,7 +611,7 @@ struct StartRowsCall : ReadRowsCall {
       : ReadRowsCall(kOp, values, slots_, default_value, returns_rows),
         groups(required_array<int32_t>(kOp, "groups", groups_, n, values)),
         first_positions(required_array<int64_t>(kOp, "first", first_positions_, n, values)),
-        starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
+        starting(matrix.required_rows(kOp, "starting", starting_, n)) {}
 
   void check_contents() const {
     for (int64_t i = 0; i < n; ++i) {
@@ -631,7 +631,7 @@ struct WriteRowsCall : SlotRows {
   const void* rows;  // [n, dim], the row to write to each slot; the last row of a slot remains
 
   WriteRowsCall(const char* op, const Tensor& values, const Tensor& slots_, const Tensor& rows_)
-      : SlotRows(op, values, slots_), rows(matrix.check_rows(op, "rows", rows_, n)) {}
+      : SlotRows(op, values, slots_), rows(matrix.required_rows(op, "rows", rows_, n)) {}
 };
 
 // The arguments of `hash_add_rows_`. The positions of `rows` are grouped by slot, as the op `group`

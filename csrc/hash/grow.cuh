@@ -1,5 +1,6 @@
-// `hash_grow_` on the GPU, in four steps, each a kernel:
-//   (1) hash_count_admitted_kernel counts the admitted misses of each table, if not all are.
+// `hash_grow_` on the GPU, in four steps:
+//   (1) If not all misses are admitted, hash_clear_admitted_kernel and hash_count_admitted_kernel
+//       count the admitted misses of each table.
 //   (2) hash_plan_kernel computes how many buckets each table gets.
 //   (3) hash_split_kernel fills the new buckets from old ones.
 //   (4) hash_refresh_kernel corrects the slots of keys of the batch that moved.
@@ -29,32 +30,32 @@ struct Growth {
   DeviceRowBuffers buffers;
   DeviceMisses misses;  // the misses for which the tables grow
   // Scratch.
-  int64_t* admitted_misses;     // [T], the number of admitted misses; unused if all are admitted
+  int64_t* num_admitted;        // [T], the number of admitted misses; unused if all are admitted
   int64_t* old_buckets;         // [T], the number of buckets before the op
   int64_t* new_buckets_before;  // [T + 1], the number of new buckets of all earlier tables; at T of
                                 // all tables
 };
 
-// Add the admitted misses of every table to `admitted_misses`, which must be 0 before.
+// Add the number of admitted misses of every table to `num_admitted`, which must be 0 before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_count_admitted_kernel(Growth growth) {
   __shared__ int range[2];
   const int num_tables = growth.index.num_tables;
   const DeviceMisses& misses = growth.misses;
   const auto start = [&](int t) { return misses.offsets[t]; };
-  TableTally admitted_misses(growth.admitted_misses, 1);
+  TableTally tally(growth.num_admitted, 1);
   for_each_in_intervals(
       start, num_tables, misses.offsets[num_tables], range,
-      [&](int64_t miss, int t) { admitted_misses.add(t, t >= 0 && misses.admitted[miss]); });
-  admitted_misses.flush();
+      [&](int64_t miss, int t) { tally.add(t, t >= 0 && misses.admitted[miss]); });
+  tally.flush();
 }
 
-// Set `admitted_misses` to 0.
+// Set `num_admitted` to 0.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_clear_admitted_kernel(Growth growth) {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
        t += simt::threads_in_grid()) {
-    growth.admitted_misses[t] = 0;
+    growth.num_admitted[t] = 0;
   }
 }
 
@@ -71,8 +72,8 @@ struct Growth {
     if (t < index.num_tables) {
       const int64_t old_buckets = index.field(t, HashTableColumn::kBuckets);
       const int64_t* offsets = growth.misses.offsets;
-      const int64_t new_keys = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
-                                                                 : growth.admitted_misses[t];
+      const int64_t new_keys =
+          growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t] : growth.num_admitted[t];
       const int64_t wanted = wanted_buckets(
           index.field(t, HashTableColumn::kSize) + new_keys, old_buckets,
           index.field(t, HashTableColumn::kMaxBuckets), index.field(t, HashTableColumn::kMaxLoad));
@@ -196,7 +197,7 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
   const auto& launcher = work.launcher();
   const int num_tables = growth.index.num_tables;
   if (num_tables == 0) return;
-  growth.admitted_misses = work.template scratch<int64_t>(num_tables);
+  growth.num_admitted = work.template scratch<int64_t>(num_tables);
   growth.old_buckets = work.template scratch<int64_t>(num_tables);
   growth.new_buckets_before = work.template scratch<int64_t>(num_tables + 1);
   if (growth.misses.admitted != nullptr) {

@@ -239,8 +239,8 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
 // misses may choose (max_choosers), and misses that got no slot in earlier rounds choose again. The
 // rounds end when every admitted miss has a slot or is refused. `pending` and `choices` are scratch
 // memory, [end - begin] each.
-void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end,
-                int64_t* pending, Choice* choices) {
+void insert_into_table(const HashInsertion& insertion, const Misses& misses, int64_t begin,
+                       int64_t end, int64_t* pending, Choice* choices) {
   int64_t n = 0;  // number of pending misses
   int64_t next_miss = begin;
   for (int round = 0; next_miss < end || n > 0; ++round) {
@@ -322,7 +322,7 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
                                   .status = arrays.status,
                                   .evicted = arrays.evicted,
                                   .queues = queues};
-    insert_all(insertion, misses, begin, end, pending.get(), choices.get());
+    insert_into_table(insertion, misses, begin, end, pending.get(), choices.get());
     count_statuses(index, t, arrays.status + begin, end - begin);
   }
 }

@@ -95,13 +95,13 @@ EMB_HD void sort_queue(const QueuedBucket& bucket) {
     for (int way = 0; way < kBucketSlots; ++way)
       num_lesser[way] += sort_keys[other] < sort_keys[way] ? 1 : 0;
   }
-  int32_t sorted[kBucketSlots];
-  for (int way = 0; way < kBucketSlots; ++way) sorted[num_lesser[way]] = sort_keys[way];
-  queue.elements[0] = static_cast<uint8_t>(sorted[0] & kWayMask);
+  int32_t sorted_keys[kBucketSlots];
+  for (int way = 0; way < kBucketSlots; ++way) sorted_keys[num_lesser[way]] = sort_keys[way];
+  queue.elements[0] = static_cast<uint8_t>(sorted_keys[0] & kWayMask);
   for (int i = 1; i < kBucketSlots; ++i) {
-    const auto element = static_cast<uint8_t>(sorted[i] & kWayMask);
+    const auto element = static_cast<uint8_t>(sorted_keys[i] & kWayMask);
     int index = i;
-    while (index > 0 && sorted[index - 1] >> kWayBits == sorted[i] >> kWayBits &&
+    while (index > 0 && sorted_keys[index - 1] >> kWayBits == sorted_keys[i] >> kWayBits &&
            ranks_below(bucket.rank(element), bucket.rank(queue.elements[index - 1]))) {
       queue.elements[index] = queue.elements[index - 1];
       --index;

@@ -98,7 +98,9 @@ struct RowwiseNorms {
   enum Column : int { kEps = Hyper::kOptimizerArgs, kMaxNorm };
   static constexpr int kElementStates = 0, kSteppedStates = 0, kNumRowSums = 3;
   static constexpr bool kSumsNeedGradientOnly = false, kCountsSteps = true;
-  float lr, eps, max_norm, decay_factor;
+  float lr, eps;
+  float max_norm;      // 0 for no limit
+  float decay_factor;  // WeightDecay::factor
 
   EMB_HD explicit RowwiseNorms(const double* hyper)
       : lr(as_float(hyper[Hyper::kLearningRate])),
@@ -118,8 +120,8 @@ struct RowwiseNorms {
 
  protected:
   // Return `factors`, scaled so that the norm of the row after the step is at most max_norm; if
-  // that is 0, return them unchanged. The norm includes the decoupled decay that the driver applies
-  // to w.
+  // that is 0, return them unchanged. The norm includes the decoupled decay, which is applied to w
+  // before the step.
   EMB_HD RowFactors limit_norm(RowFactors factors, const float* sums) const {
     if (max_norm <= 0.0f) return factors;
     const float weight_factor = factors.weight * decay_factor, gradient_factor = factors.gradient;
@@ -152,17 +154,19 @@ EMB_HD float log_decay_factor(double decay) {
   return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f;
 }
 
-// Row-wise Adagrad with a weight decay per step (GlobalDecay in emblib/optim). An update decays the
-// row for its own step. From step kFirstStep on, updates also store their step, and decay the row
-// for the steps since the stored one; the factor for these missed steps is at least min_factor.
+// Row-wise Adagrad with a weight decay per step (GlobalDecay in emblib/optim). An update in any
+// step decays the row for that step. From step kFirstStep on, updates also store their step, and
+// decay the row for the steps since the stored one; the factor for these missed steps is at least
+// min_factor.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };  // entries of `hyper`
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
   static constexpr int kNumHyper = 5, kRowStates = 2;
   float current_step;  // the step, as encode_step stores it
-  float log_factor;    // log of the decay of one step
-  float min_factor, step_decay_factor;
-  bool has_started;
+  float log_factor;    // log of the factor of one missed step
+  float min_factor;
+  float step_decay_factor;  // factor of the weights for the step of the update
+  bool has_started;         // whether this step is kFirstStep or later
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
@@ -284,7 +288,7 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   float rate;
   float steps_since_start;  // steps since kFirstStep
   float bound, threshold, largest_count;
-  float log_factor;  // log of the decay of one step
+  float log_factor;  // log of the factor of one missed step (kAdagradW)
   bool is_adjusted;  // whether step sizes change and weights decay in this step
 
   EMB_HD explicit RowwiseAdagradCounter(const double* hyper)
