@@ -192,12 +192,12 @@ def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -
 
 def _gather(rows: Rows, order: Tensor) -> Tensor:
     """Copy rows in the given order to the CPU, 16 MiB at a time."""
-    gathered = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype, device="cpu")
+    gathered_rows = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype, device="cpu")
     num_gathered = 0
     for slots in order.split(rows_at_a_time(rows)):
-        gathered[num_gathered : num_gathered + slots.numel()] = rows[slots].cpu()
+        gathered_rows[num_gathered : num_gathered + slots.numel()] = rows[slots].cpu()
         num_gathered += slots.numel()
-    return gathered
+    return gathered_rows
 
 
 def state_names(state: DynamicState) -> list[str]:
@@ -263,26 +263,28 @@ def read_state(
         missing_keys: names that are missing are appended to it.
         unexpected_keys: names with the prefix that are not of the module are appended to it.
     """
-    saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    saved_entries = state_dicts.entries_under(prefix, state_dict)
     names, children = state_names(state), state.child_modules()
-    missing_keys.extend(prefix + key for key in names if key not in saved)
+    missing_keys.extend(prefix + key for key in names if key not in saved_entries)
     unexpected_keys.extend(
-        prefix + key for key in saved if key not in names and key.split(".")[0] not in children
+        prefix + key
+        for key in saved_entries
+        if key not in names and key.split(".")[0] not in children
     )
     # To a child of the same name as a table, the entries of the table are unexpected.
     for name in names:
         if name.partition(".")[0] in children:
             state_dict.pop(prefix + name, None)
-    entries = _entries_in(state, saved)
+    entries = _entries_in(state, saved_entries)
     if state.expiry is not None:
         state.expiry.forget_times()  # torch loads the saved times after this
     replace_tables(
         state,
         entries,
-        clock=int(saved.get(CLOCK, 0)),
-        hyperparameters=saved.get(HYPER),
-        hash_keys=hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS)),
-        fallback_rows=saved,
+        clock=int(saved_entries.get(CLOCK, 0)),
+        hyperparameters=saved_entries.get(HYPER),
+        hash_keys=hash_keys_in(state, entries, saved_entries.get(INDEX_HASH_KEYS)),
+        fallback_rows=saved_entries,
     )
 
 
@@ -293,70 +295,72 @@ def state_problems(
 
     Each tensor of a wrong dtype or shape has a message; of other problems only the first has one.
     """
-    saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    saved_entries = state_dicts.entries_under(prefix, state_dict)
     problems = [
-        *_tensor_problems(state, saved),
-        *state_dicts.number_problems(saved, CLOCK, below=MAX_TICK),
-        *state_dicts.entry_problems(saved, {HYPER: state.hyperparams}),
+        *_tensor_problems(state, saved_entries),
+        *state_dicts.number_problems(saved_entries, CLOCK, below=MAX_TICK),
+        *state_dicts.entry_problems(saved_entries, {HYPER: state.hyperparams}),
     ]
     if not problems:
         try:
-            entries = _entries_in(state, saved)
+            entries = _entries_in(state, saved_entries)
             for t, entries_of_table in entries.items():
                 loading.check(target_of(state, t), entries_of_table)
-            hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS))
-            check_hyperparameters(state, saved.get(HYPER))
+            hash_keys_in(state, entries, saved_entries.get(INDEX_HASH_KEYS))
+            check_hyperparameters(state, saved_entries.get(HYPER))
         except (ValueError, TypeError) as error:
             problems.append(str(error))
     yield from (f"{prefix}{problem}" for problem in problems)
 
 
-def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
+def _tensor_problems(state: DynamicState, saved_entries: Mapping[str, Any]) -> Iterator[str]:
     """Yield one message per entry that is not a tensor of the tables' dtype and shape."""
     int64_vector = torch.empty(0, dtype=torch.int64, device="cpu")
     for t, name in enumerate(state.table_names):
-        keys = saved.get(f"{name}.keys")
+        keys = saved_entries.get(f"{name}.keys")
         num_keys = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
         for kind, view in {**dict.fromkeys(_COLUMNS, int64_vector), **state.table_rows(t)}.items():
             key = f"{name}.{kind}"
-            if key in saved:
-                problem = state_dicts.tensor_problem(saved[key], view, (num_keys, *view.shape[1:]))
+            if key in saved_entries:
+                problem = state_dicts.tensor_problem(
+                    saved_entries[key], view, (num_keys, *view.shape[1:])
+                )
                 if problem:
                     yield f"{key}: {problem}"
         num_levels = len(state.specs[t].distinct_ttls) - 1
-        if num_levels and f"{name}.{LAST_USES}" in saved:
+        if num_levels and f"{name}.{LAST_USES}" in saved_entries:
             shape = (num_keys, num_levels)
             if problem := state_dicts.tensor_problem(
-                saved[f"{name}.{LAST_USES}"], int64_vector, shape
+                saved_entries[f"{name}.{LAST_USES}"], int64_vector, shape
             ):
                 yield f"{name}.{LAST_USES}: {problem}"
-        for problem in fallback.row_problems(state, t, fallback.rows_of_table(saved, name)):
+        for problem in fallback.row_problems(state, t, fallback.rows_of_table(saved_entries, name)):
             yield f"{name}.{problem}"
-    if INDEX_HASH_KEYS in saved:
-        problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], int64_vector)
+    if INDEX_HASH_KEYS in saved_entries:
+        problem = state_dicts.tensor_problem(saved_entries[INDEX_HASH_KEYS], int64_vector)
         if problem:
             yield f"{INDEX_HASH_KEYS}: {problem}"
 
 
-def _entries_in(state: DynamicState, saved: Mapping[str, Tensor]) -> dict[int, Entries]:
+def _entries_in(state: DynamicState, saved_entries: Mapping[str, Tensor]) -> dict[int, Entries]:
     """Return the entries of the tables whose keys a state dict has."""
-    by_table = {}
+    entries_by_table = {}
     for t, name in enumerate(state.table_names):
         columns = {
-            kind: saved[f"{name}.{kind}"].detach().cpu()
+            kind: saved_entries[f"{name}.{kind}"].detach().cpu()
             for kind in _COLUMNS
-            if f"{name}.{kind}" in saved
+            if f"{name}.{kind}" in saved_entries
         }
         if "keys" not in columns:
             continue
         stamps = columns.get("stamps", torch.ones_like(columns["keys"]))
         rows: dict[str, Rows] = {
-            kind: saved[f"{name}.{kind}"]
+            kind: saved_entries[f"{name}.{kind}"]
             for kind in (*state.table_rows(t), LAST_USES)
-            if f"{name}.{kind}" in saved
+            if f"{name}.{kind}" in saved_entries
         }
-        by_table[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)
-    return by_table
+        entries_by_table[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)
+    return entries_by_table
 
 
 def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -> None:
@@ -373,25 +377,30 @@ def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -
 
 
 def hash_keys_in(
-    state: DynamicState, entries: Mapping[int, Entries], saved: Tensor | None
+    state: DynamicState, entries: Mapping[int, Entries], saved_hash_keys: Tensor | None
 ) -> dict[int, int]:
     """Return the saved hash keys by table; an empty dict if there are none, or no entries.
 
-    `saved` has the hash keys of all tables, or of the tables in `entries`, in their order.
+    `saved_hash_keys` are those of all tables, or of the tables in `entries`, in their order.
 
     Raises:
-        ValueError: `saved` has another dtype or shape.
+        ValueError: `saved_hash_keys` has another dtype or shape.
     """
-    if saved is None or not entries:
+    if saved_hash_keys is None or not entries:
         return {}
     num_tables = len(state.specs)
-    tables = range(num_tables) if saved.numel() == num_tables else list(entries)
-    if saved.dtype != torch.int64 or saved.dim() != 1 or saved.numel() != len(tables):
+    tables = range(num_tables) if saved_hash_keys.numel() == num_tables else list(entries)
+    if (
+        saved_hash_keys.dtype != torch.int64
+        or saved_hash_keys.dim() != 1
+        or saved_hash_keys.numel() != len(tables)
+    ):
         raise ValueError(
-            f"{INDEX_HASH_KEYS} must be int64, one per table = [{len(tables)}], got {saved.dtype} "
-            f"{list(saved.shape)}; without it tables keep their own"
+            f"{INDEX_HASH_KEYS} must be int64, one per table = [{len(tables)}], got "
+            f"{saved_hash_keys.dtype} {list(saved_hash_keys.shape)}; without it "
+            "tables keep their own"
         )
-    return dict(zip(tables, saved.tolist(), strict=True))
+    return dict(zip(tables, saved_hash_keys.tolist(), strict=True))
 
 
 @of_state
@@ -452,15 +461,15 @@ def replace_tables(
         return loaded
 
     loaded = state.complete(write)
-    left_out = {
+    num_left_out_by_table = {
         name: loaded_table.left_out
         for name, loaded_table in loaded.items()
         if loaded_table.left_out
     }
-    if left_out:
+    if num_left_out_by_table:
         warnings.warn(
             f"emblib: tables had no slot for all entries they were loaded with; left out, those "
-            f"that would have been evicted first, are {left_out}",
+            f"that would have been evicted first, are {num_left_out_by_table}",
             stacklevel=caller_level(),
         )
     return loaded
@@ -468,50 +477,46 @@ def replace_tables(
 
 @of_state
 def set_child_state(
-    state: DynamicState, saved: Mapping[str, Tensor], directory: str | Path
+    state: DynamicState, saved_states: Mapping[str, Tensor], directory: str | Path
 ) -> None:
     """Load the children of a module; children without a saved state stay as they are.
 
     Raises:
         DumpMismatchError: the state in `directory` does not fit, before anything is changed.
     """
-    by_child = check_child_state(state, saved, directory)
+    state_by_child = check_child_state(state, saved_states, directory)
     for child, child_module in state.child_modules().items():
-        if by_child[child]:
-            child_module.load_state_dict(by_child[child])
+        if state_by_child[child]:
+            child_module.load_state_dict(state_by_child[child])
 
 
 def check_child_state(
-    state: DynamicState, saved: Mapping[str, Tensor], directory: str | Path
+    state: DynamicState, saved_states: Mapping[str, Tensor], directory: str | Path
 ) -> dict[str, dict[str, Tensor]]:
     """Return the saved state of each child of a module, after checking it; {} for none.
 
-    `saved` has the states by `<child>.<name>`. Times of use for other times to live are dropped.
+    `saved_states` has them by `<child>.<name>`. Times of use for other times to live are dropped.
 
     Raises:
         DumpMismatchError: the state in `directory` does not fit.
     """
-    by_child = {
-        child: {
-            key.removeprefix(f"{child}."): value
-            for key, value in saved.items()
-            if key.startswith(f"{child}.")
-        }
+    state_by_child = {
+        child: state_dicts.entries_under(f"{child}.", saved_states)
         for child in state.child_modules()
     }
     with mismatch_errors_of(directory):
-        if state.admission is not None and by_child["admission"]:
-            state.admission.check_state_dict(by_child["admission"])
-        if state.scores is not None and by_child["scores"]:
-            dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
-        if by_child.get("expiry"):
-            expected = state.child_modules()["expiry"].state_dict()
-            times = by_child["expiry"].get("times", torch.empty(0, device="cpu"))
-            if len(times) != len(expected["times"]):  # for other ttls: the ages are not known
-                by_child["expiry"] = {}
+        if state.admission is not None and state_by_child["admission"]:
+            state.admission.check_state_dict(state_by_child["admission"])
+        if state.scores is not None and state_by_child["scores"]:
+            dumps.check_state("scores", state_by_child["scores"], state.scores.state_dict())
+        if state_by_child.get("expiry"):
+            expected_state = state.child_modules()["expiry"].state_dict()
+            times = state_by_child["expiry"].get("times", torch.empty(0, device="cpu"))
+            if len(times) != len(expected_state["times"]):  # for other ttls: the ages are not known
+                state_by_child["expiry"] = {}
             else:
-                dumps.check_state("expiry", by_child["expiry"], expected)
-    return by_child
+                dumps.check_state("expiry", state_by_child["expiry"], expected_state)
+    return state_by_child
 
 
 @contextlib.contextmanager

@@ -94,12 +94,12 @@ def write(
         Exception: `report` raised it; an older dump stays.
     """
     with Writer(directory, part) as writer:
-        tables_entry = [_write_table(writer, table, report) for table in tables]
+        table_entries = [_write_table(writer, table, report) for table in tables]
         arrays = {
             key: _write_array(writer, tensor) for key, tensor in (other_tensors or {}).items()
         }
         header_entry = {**header._asdict(), "numbers": list(header.numbers)}
-        writer.commit({**header_entry, "tables": tables_entry, "others": arrays})
+        writer.commit({**header_entry, "tables": table_entries, "others": arrays})
 
 
 def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def _write_rows(
 
 def rows_at_a_time(rows: Rows) -> int:
     """Return how many of these rows fit in 16 MiB, at least 1."""
-    nbytes = rows.dtype.itemsize
+    row_bytes = rows.dtype.itemsize
     for size in rows.shape[1:]:
-        nbytes *= size
-    return max(_BLOCK_BYTES // max(nbytes, 1), 1)
+        row_bytes *= size
+    return max(_BLOCK_BYTES // max(row_bytes, 1), 1)
 
 
 def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
@@ -170,18 +170,22 @@ def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
     """
     parts = read_parts(directory)
     for part in parts:
-        _check(part)
+        _check_content(part)
     for part in parts:
         part.verify()
-    names = list(dict.fromkeys(t["name"] for part in parts for t in part.content["tables"]))
+    names = list(
+        dict.fromkeys(
+            table_entry["name"] for part in parts for table_entry in part.content["tables"]
+        )
+    )
     tables = {name: _read_table(parts, name, rank, world_size) for name in names}
     content = parts[0].content
     clock = max(part.content["clock"] for part in parts)
     other_tensors = [
         {key: part.array(value) for key, value in part.content["others"].items()} for part in parts
     ]
-    joined = combine(other_tensors, rank, world_size)
-    return Dump(tables, clock, content["since"], content["numbers"], joined)
+    joined_tensors = combine(other_tensors, rank, world_size)
+    return Dump(tables, clock, content["since"], content["numbers"], joined_tensors)
 
 
 def read_header(directory: str | Path) -> Header:
@@ -192,13 +196,13 @@ def read_header(directory: str | Path) -> Header:
     """
     parts = read_parts(directory)
     for part in parts:
-        _check(part)
+        _check_content(part)
     content = parts[0].content
     clock = max(part.content["clock"] for part in parts)
     return Header(content["identity"], clock, content["since"], content["numbers"])
 
 
-def _check(part: PartReader) -> None:
+def _check_content(part: PartReader) -> None:
     """Raise DumpError unless a manifest has the form that `write` produces.
 
     Which arrays the entries of a table need is checked when they are read.

@@ -247,8 +247,8 @@ class ArrayWriter:
     def flush(self) -> None:
         """Flush the array to the disk; raise RuntimeError if elements of it are missing."""
         nbytes = self.dtype.itemsize
-        for size in self.shape:
-            nbytes *= size
+        for length in self.shape:
+            nbytes *= length
         if self._num_written != nbytes:
             raise RuntimeError(
                 f"an array of shape {list(self.shape)} has {nbytes} bytes, "
@@ -288,11 +288,11 @@ class PartReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            saved = json.loads(path.read_text())
+            manifest = json.loads(path.read_text())
         except (ValueError, RecursionError) as error:
             raise DumpError(f"{path} is damaged: it cannot be read ({error})") from error
-        self.content: dict[str, Any] = entry_of(path, saved, "content", dict)
-        if entry_of(path, saved, "checksum", int) != _checksum(self.content):
+        self.content: dict[str, Any] = entry_of(path, manifest, "content", dict)
+        if entry_of(path, manifest, "checksum", int) != _checksum(self.content):
             raise DumpError(f"{path} is damaged: its checksum is wrong")
         format_and_order = tuple(
             entry_of(path, self.content, name, kind)
@@ -338,8 +338,8 @@ class PartReader:
         path = self.path.parent / name
         file_bytes = path.stat().st_size if path.exists() else None
         if file_bytes != nbytes:
-            state = "is missing" if file_bytes is None else f"has {file_bytes} bytes"
-            raise DumpError(f"{path} {state}, its array has {nbytes}; the dump is damaged")
+            size_text = "is missing" if file_bytes is None else f"has {file_bytes} bytes"
+            raise DumpError(f"{path} {size_text}, its array has {nbytes}; the dump is damaged")
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         with open(path, "rb") as file:
@@ -379,7 +379,9 @@ def read_parts(directory: str | Path) -> list[PartReader]:
     world_size = parts[0].part.world_size
     ranks = {part.part.rank for part in parts}
     # At most eight are listed: a damaged manifest may claim any number of ranks.
-    missing_ranks = list(itertools.islice((r for r in range(world_size) if r not in ranks), 8))
+    missing_ranks = list(
+        itertools.islice((rank for rank in range(world_size) if rank not in ranks), 8)
+    )
     if missing_ranks:
         raise DumpError(
             f"{directory} holds part of a dump: of {world_size} parts those of ranks "
@@ -527,8 +529,12 @@ def check_list(name: str, tree: Any, length: int, unit: str) -> Sequence[Any]:
 def check_presence(name: str, tree: Any, expected: Any) -> None:
     """Raise ValueError unless snapshot and module both have the part `name`, or neither."""
     if (tree is None) != (expected is None):
-        saved, current = ("none" if value is None else "some" for value in (tree, expected))
-        raise ValueError(f"{name}: there is {saved} in the snapshot, {current} in this module")
+        saved_text, current_text = (
+            "none" if value is None else "some" for value in (tree, expected)
+        )
+        raise ValueError(
+            f"{name}: there is {saved_text} in the snapshot, {current_text} in this module"
+        )
 
 
 def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
@@ -540,7 +546,7 @@ def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int 
     if isinstance(value, Tensor):
         has_type = value.dtype == dtype and value.dim() == len(shape)
         sizes = zip(shape, value.shape, strict=False)
-        if has_type and all(expected in (size, None) for expected, size in sizes):
+        if has_type and all(expected_size in (size, None) for expected_size, size in sizes):
             return value
         type_name = f"{value.dtype} {list(value.shape)}"
     raise ValueError(
@@ -552,7 +558,7 @@ def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int 
 def check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless a state dict has exactly the `expected` keys, dtypes and shapes."""
     check_entries(name, state, expected)
-    if unknown := sorted(state.keys() - expected.keys()):
-        raise ValueError(f"{name} has {unknown}, which this module has not")
+    if unknown_names := sorted(state.keys() - expected.keys()):
+        raise ValueError(f"{name} has {unknown_names}, which this module has not")
     for key, tensor in expected.items():
         check_tensor(f"{name}.{key}", state[key], tensor.dtype, tensor.shape)

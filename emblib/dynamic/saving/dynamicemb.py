@@ -112,8 +112,8 @@ def load_dynamicemb(
             changed.
     """
     content = read_dynamicemb(state, directory, table, leave_out=leave_out)
-    owned = content.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
-    return set_dynamicemb(state, table, owned)
+    owned_content = content.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
+    return set_dynamicemb(state, table, owned_content)
 
 
 @of_state
@@ -188,6 +188,6 @@ def export_dynamicemb(
 
 
 def _check_left_out(leave_out: Collection[str]) -> None:
-    unknown = sorted(set(leave_out) - {"states", "counts"})
-    if unknown:
-        raise ValueError(f"leave_out takes 'states' and 'counts', got {unknown}")
+    unknown_parts = sorted(set(leave_out) - {"states", "counts"})
+    if unknown_parts:
+        raise ValueError(f"leave_out takes 'states' and 'counts', got {unknown_parts}")

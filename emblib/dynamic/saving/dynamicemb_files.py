@@ -74,8 +74,8 @@ class DynamicEmbTable:
         owned_rows = is_owned(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
-            mask = is_owned(counts[0])
-            counts = (counts[0][mask], counts[1][mask])
+            is_counted_owned = is_owned(counts[0])
+            counts = (counts[0][is_counted_owned], counts[1][is_counted_owned])
         return DynamicEmbTable(self.entries.view(owned_rows), self.arguments, counts)
 
 
@@ -215,11 +215,14 @@ class _FileMove:
     @classmethod
     def from_staged(cls, directory: Path, name: str) -> "_FileMove":
         """Return the move of the staged files of a table into its directory; nothing is moved."""
-        staged = _staging_directory(directory, name)
+        staging_directory = _staging_directory(directory, name)
         old_files, new_files = (
-            _files_of(folder, name) if folder.is_dir() else () for folder in (directory, staged)
+            _files_of(folder, name) if folder.is_dir() else ()
+            for folder in (directory, staging_directory)
         )
-        return cls(directory, name, staged, directory / f".{name}.old", old_files, new_files)
+        return cls(
+            directory, name, staging_directory, directory / f".{name}.old", old_files, new_files
+        )
 
     def take_old(self) -> None:
         """Move the old files aside."""
@@ -490,20 +493,20 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
     for table, (path, content) in arguments.items():
         entries[table] = _DumpEntry()
         if _DUMP in content:
-            saved = entry_of(path, content, _DUMP, dict)
-            names = entry_of(path, saved, "tables", list)
+            saved_entry = entry_of(path, content, _DUMP, dict)
+            names = entry_of(path, saved_entry, "tables", list)
             if not all(type(name) is str for name in names):
                 raise DumpError(f"{path} is malformed: 'tables' of {_DUMP!r} must be names")
-            entries[table] = _DumpEntry(entry_of(path, saved, "id", str), names)
+            entries[table] = _DumpEntry(entry_of(path, saved_entry, "id", str), names)
     for table, entry in entries.items():
         for name in entry.tables:
-            other = entries.get(name, entry)  # a table that is not loaded is not compared
-            is_unlike = other.identity != entry.identity
-            if is_unlike and (other.identity is None or table in other.tables):
+            other_entry = entries.get(name, entry)  # a table that is not loaded is not compared
+            is_of_other_dump = other_entry.identity != entry.identity
+            if is_of_other_dump and (other_entry.identity is None or table in other_entry.tables):
                 raise DumpError(
                     f"{arguments[table][0]} and {arguments[name][0]} are of different dumps, "
-                    f"{entry.identity} and {other.identity}, but one call wrote both tables: a "
-                    "copy of the dump was cut short, or files of two dumps were mixed; take "
+                    f"{entry.identity} and {other_entry.identity}, but one call wrote both tables: "
+                    "a copy of the dump was cut short, or files of two dumps were mixed; take "
                     "another dump, or load one table at a time with table_names"
                 )
 
@@ -524,7 +527,9 @@ class _TableFiles:
             DumpError: some ranks have a file and others do not, even if these are not read.
         """
         ranks = range(self.world_size)
-        paths = [self.directory / file_name(self.name, item, r, self.world_size) for r in ranks]
+        paths = [
+            self.directory / file_name(self.name, item, rank, self.world_size) for rank in ranks
+        ]
         missing_paths = [path for path in paths if not path.exists()]
         if len(missing_paths) == len(paths):
             return None
@@ -555,9 +560,9 @@ def _length(numbers: Tensor | None) -> int:
 
 
 def _split_states(
-    numbers: Tensor, count: int, states: Mapping[str, Sequence[int]], name: str
+    numbers: Tensor, num_keys: int, states: Mapping[str, Sequence[int]], name: str
 ) -> dict[str, Tensor]:
-    """Split the columns of a file of `count` rows into states by name, `[count, *shape]` each.
+    """Split a file of `num_keys` rows by columns into states by name, `[num_keys, *shape]`.
 
     `states` are the expected shapes per row; `name` is the name of the table, for the error.
 
@@ -566,15 +571,15 @@ def _split_states(
     """
     widths = [math.prod(shape) for shape in states.values()]
     expected_columns = sum(widths)
-    width = numbers.numel() // count if count else expected_columns
+    width = numbers.numel() // num_keys if num_keys else expected_columns
     is_padded = width == _PADDED_STATE_WIDTH and expected_columns == 1
-    if numbers.numel() != count * width or not (is_padded or width == expected_columns):
+    if numbers.numel() != num_keys * width or not (is_padded or width == expected_columns):
         raise DumpError(
             f"the optimizer states of {name!r} have {width} numbers per row, those of this table "
             f"{dict(zip(states, widths, strict=True))}; load without states, or into a table of "
             "the same optimizer"
         )
-    columns = numbers.view(count, width)[:, :expected_columns].split(widths, 1)
+    columns = numbers.view(num_keys, width)[:, :expected_columns].split(widths, 1)
     return {
         key: column if shape else column.reshape(-1)
         for (key, shape), column in zip(states.items(), columns, strict=True)
@@ -595,9 +600,9 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _stamps_and_scores(
-    scores: Tensor | None, count: int, layout: Layout, *, has_ages: bool, name: str
+    scores: Tensor | None, num_keys: int, layout: Layout, *, has_ages: bool, name: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return stamps and scores of `count` entries, int64 `[n]`; stamps are 1 without times of use.
+    """Return stamps and scores, int64 `[num_keys]`; stamps are 1 without times of use.
 
     `scores` are as in the files, None without one; with `has_ages` they are times since the last
     use. Eviction by the result has the order of DynamicEmb's strategy; scores are None for orders
@@ -606,16 +611,18 @@ def _stamps_and_scores(
     Raises:
         DumpError: the number of scores is wrong.
     """
-    order, ones = layout.order, torch.ones(count, dtype=torch.int64, device="cpu")
+    order, ones = layout.order, torch.ones(num_keys, dtype=torch.int64, device="cpu")
     needs_scores = order in ("lfu", "lru_lfu", "assigned")
     if scores is None:
         return ones, ones if needs_scores else None
-    if count and scores.numel() == 2 * count:
-        columns = scores.view(count, 2).unbind(1)
-        time, uses = columns[::-1] if layout.has_uses_first else columns
-        return _dense_ranks(time), uses.clone() if needs_scores else None
-    if scores.numel() != count:
-        raise DumpError(f"{name!r} has {scores.numel()} scores for {count} keys; it is cut short")
+    if num_keys and scores.numel() == 2 * num_keys:
+        columns = scores.view(num_keys, 2).unbind(1)
+        times, uses = columns[::-1] if layout.has_uses_first else columns
+        return _dense_ranks(times), uses.clone() if needs_scores else None
+    if scores.numel() != num_keys:
+        raise DumpError(
+            f"{name!r} has {scores.numel()} scores for {num_keys} keys; it is cut short"
+        )
     if has_ages:
         stamps = _dense_ranks(-scores)
         return stamps, stamps.clone() if needs_scores else None

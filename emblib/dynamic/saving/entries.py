@@ -274,9 +274,9 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
         world_size: the number of ranks that are loading; it may differ from the saved one.
     """
     parts = {}
-    for key, saved in metadata.items():
+    for key, tensor_metadata in metadata.items():
         match = _PART.fullmatch(key)
-        if match is None or not hasattr(saved, "properties"):
+        if match is None or not hasattr(tensor_metadata, "properties"):
             continue
         part_rank, num_parts = int(match[1]), int(match[2])
         # Rank r of W owns routes from r / W to (r + 1) / W of all.
@@ -284,7 +284,9 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
             part_rank * world_size < (rank + 1) * num_parts
             and rank * num_parts < (part_rank + 1) * world_size
         ):
-            parts[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            parts[key] = torch.empty(
+                tensor_metadata.size, dtype=tensor_metadata.properties.dtype, device="cpu"
+            )
     return parts
 
 
@@ -294,19 +296,21 @@ def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
     Raises:
         ValueError: there are parts of checkpoints of different numbers of ranks, or none.
     """
-    parts: dict[int, dict[str, Tensor]] = {}
+    part_by_rank: dict[int, dict[str, Tensor]] = {}
     world_sizes = set()
     for key, value in state.items():
         match = _PART.fullmatch(key)
         if match is not None:
             world_sizes.add(int(match[2]))
-            parts.setdefault(int(match[1]), {})[match[3]] = value
+            part_by_rank.setdefault(int(match[1]), {})[match[3]] = value
     if len(world_sizes) != 1:
         raise ValueError(
             f"parts must be of one checkpoint, got those of {sorted(world_sizes) or 'none'} ranks; "
             "save with as_part, each checkpoint to a path of its own"
         )
-    return combine([parts[number] for number in sorted(parts)], rank, world_size)
+    return combine(
+        [part_by_rank[part_rank] for part_rank in sorted(part_by_rank)], rank, world_size
+    )
 
 
 def combine(
@@ -320,33 +324,33 @@ def combine(
     that differ between parts, and the counters that depend on them, are from the first part too,
     because counts under different hashes cannot be combined.
     """
-    joined: dict[str, Tensor] = {}
+    combined_state: dict[str, Tensor] = {}
     row_stems = {stem for state in states for stem in _stems(state)}
     unlike_stems = _stems_of_unlike_hashes(states)
     for key in dict.fromkeys(key for state in states for key in state):
         stem = f"{key.rpartition('.')[0]}."
         states_with_key = [state for state in states if key in state]
         if stem in row_stems and all(_is_by_key(state, stem, key) for state in states_with_key):
-            joined[key] = torch.cat(
+            combined_state[key] = torch.cat(
                 [_owned(state, stem, key, rank, world_size) for state in states_with_key]
             )
         elif states_with_key[0][key].dtype.is_floating_point or stem in unlike_stems:
-            joined[key] = states_with_key[0][key]
+            combined_state[key] = states_with_key[0][key]
         else:
-            joined[key] = _elementwise_max(state[key] for state in states_with_key)
-    return joined
+            combined_state[key] = _elementwise_max(state[key] for state in states_with_key)
+    return combined_state
 
 
 def _stems_of_unlike_hashes(states: Sequence[Mapping[str, Tensor]]) -> set[str]:
     """Return the name prefixes whose hash keys differ between the states."""
-    by_stem: dict[str, list[Tensor]] = {}
+    values_by_key: dict[str, list[Tensor]] = {}
     for state in states:
         for key, value in state.items():
             if key.endswith(f".{_HASH_KEYS}"):
-                by_stem.setdefault(key, []).append(value)
+                values_by_key.setdefault(key, []).append(value)
     return {
         key.removesuffix(_HASH_KEYS)
-        for key, values in by_stem.items()
+        for key, values in values_by_key.items()
         if any(value.tolist() != values[0].tolist() for value in values)
     }
 
@@ -358,15 +362,20 @@ def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
     tensors of the saved size, but the number of keys of a dynamic table varies. Names that `state`
     lacks are left out, unless they belong to rows by key that it has.
     """
-    result = dict(state)
+    resized_state = dict(state)
     stems = _stems(state)
-    for key, saved in metadata.items():
-        if not hasattr(saved, "properties"):
+    for key, tensor_metadata in metadata.items():
+        if not hasattr(tensor_metadata, "properties"):
             continue
-        is_expected = key in result or f"{key.rpartition('.')[0]}." in stems
-        if is_expected and (key not in result or tuple(result[key].shape) != tuple(saved.size)):
-            result[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-    return result
+        is_expected = key in resized_state or f"{key.rpartition('.')[0]}." in stems
+        if is_expected and (
+            key not in resized_state
+            or tuple(resized_state[key].shape) != tuple(tensor_metadata.size)
+        ):
+            resized_state[key] = torch.empty(
+                tensor_metadata.size, dtype=tensor_metadata.properties.dtype, device="cpu"
+            )
+    return resized_state
 
 
 def _stems(state: Mapping[str, Any]) -> list[str]:

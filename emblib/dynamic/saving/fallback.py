@@ -53,10 +53,10 @@ def names_of(state: DynamicState, table: int) -> list[str]:
     return [KEYS, *state.layout.buffer_names]
 
 
-def rows_of_table(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def rows_of_table(named_rows: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the fallback rows of table `name`, from tensors with the names of `named_rows`."""
     prefix = f"{name}.{FALLBACK}."
-    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+    return state_dicts.entries_under(prefix, named_rows)
 
 
 def rows_of_shard(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, Tensor]:
@@ -68,14 +68,14 @@ def rows_of_shard(rows: FallbackRows, shard: int, num_shards: int) -> dict[str, 
 
 
 def without_other_shards(
-    named: Mapping[str, Tensor], shard: int, num_shards: int
+    named_rows: Mapping[str, Tensor], shard: int, num_shards: int
 ) -> dict[str, Tensor]:
     """Return named tensors, of their fallback rows only those that a shard owns."""
-    owned_tensors = dict(named)
-    for key in named:
+    owned_tensors = dict(named_rows)
+    for key in named_rows:
         if key.endswith(f".{FALLBACK}.{KEYS}"):
             name = key.removesuffix(f".{FALLBACK}.{KEYS}")
-            rows = rows_of_shard(rows_of_table(named, name), shard, num_shards)
+            rows = rows_of_shard(rows_of_table(named_rows, name), shard, num_shards)
             owned_tensors.update({f"{name}.{FALLBACK}.{k}": v for k, v in rows.items()})
     return owned_tensors
 

@@ -28,13 +28,13 @@ _ENTRIES_PER_ROUND = 1 << 12  # waiting entries that try to get a slot in one ro
 _MAX_IDLE_ROUNDS = 50  # consecutive rounds without a new assignment, before `search`
 
 
-def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
+def buckets_of(keys: Tensor, num_buckets: int, hash_key: int) -> Tensor:
     """Return the two buckets of each key, int64 `[2, N]`; see csrc/hash/args.h."""
-    mixed = mix(keys ^ hash_key)
-    hashes = torch.stack([mixed & 0x7FFFFFFF, mixed * GOLDEN_RATIO >> 33 & 0x7FFFFFFF])
-    mask = (1 << (buckets - 1).bit_length()) - 1
-    folded = hashes & mask
-    return torch.where(folded < buckets, folded, folded & mask >> 1)
+    mixed_keys = mix(keys ^ hash_key)
+    hashes = torch.stack([mixed_keys & 0x7FFFFFFF, mixed_keys * GOLDEN_RATIO >> 33 & 0x7FFFFFFF])
+    mask = (1 << (num_buckets - 1).bit_length()) - 1
+    masked_hashes = hashes & mask
+    return torch.where(masked_hashes < num_buckets, masked_hashes, masked_hashes & mask >> 1)
 
 
 def tags_of(keys: Tensor, hash_key: int) -> Tensor:
@@ -42,7 +42,7 @@ def tags_of(keys: Tensor, hash_key: int) -> Tensor:
     return (1 + ((mix(keys ^ hash_key) >> 40 & 0xFFFF) * 255 >> 16)).to(torch.uint8)
 
 
-def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
+def assign_slots(keys: Tensor, slots: Tensor, num_buckets: int, hash_key: int) -> Tensor:
     """Assign slots to the entries of a table, so that as many as possible have one.
 
     Tensors are on the CPU; none is changed.
@@ -50,28 +50,35 @@ def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Te
     Args:
         keys: int64 `[N]`, distinct, the most important first.
         slots: int64 `[N]`, the current slot of each key, in one of its buckets, or -1.
-        buckets: number of buckets of the table.
+        num_buckets: number of buckets of the table.
         hash_key: hash key of the table.
 
     Returns:
         The slot of each key, int64 `[N]`, -1 for none. Keys that had a slot may have another one,
         or none. The result depends only on the arguments.
     """
-    assignment = _Assignment(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
-    waiting = (slots < 0).nonzero().view(-1)
+    assignment = _Assignment(buckets_of(keys, num_buckets, hash_key), slots.clone(), num_buckets)
+    waiting_entries = (slots < 0).nonzero().view(-1)
     num_idle_rounds = round_index = 0
-    while waiting.numel() and num_idle_rounds < _MAX_IDLE_ROUNDS and int(assignment.num_free.sum()):
+    while (
+        waiting_entries.numel()
+        and num_idle_rounds < _MAX_IDLE_ROUNDS
+        and int(assignment.num_free.sum())
+    ):
         round_index += 1
-        block, later_entries = waiting[:_ENTRIES_PER_ROUND], waiting[_ENTRIES_PER_ROUND:]
+        block, later_entries = (
+            waiting_entries[:_ENTRIES_PER_ROUND],
+            waiting_entries[_ENTRIES_PER_ROUND:],
+        )
         is_settled = assignment.assign_within_one_move(block, round_index)
-        unsettled = block[~is_settled]
-        if unsettled.numel() and not bool(is_settled.any()):
+        unsettled_entries = block[~is_settled]
+        if unsettled_entries.numel() and not bool(is_settled.any()):
             num_idle_rounds += 1
-            unsettled = assignment.swap_neighbours(unsettled, round_index)
+            unsettled_entries = assignment.swap_neighbours(unsettled_entries, round_index)
         else:
             num_idle_rounds = 0
-        waiting = torch.cat([unsettled, later_entries])
-    for entry in waiting.sort().values.tolist():
+        waiting_entries = torch.cat([unsettled_entries, later_entries])
+    for entry in waiting_entries.sort().values.tolist():
         if not int(assignment.num_free.sum()):
             break
         assignment.search(entry)
@@ -84,29 +91,29 @@ class _Assignment:
     Args:
         bucket_pairs: int64 `[2, N]`, the buckets of each entry.
         slots: int64 `[N]`, the slot of each entry, -1 for none; it is changed.
-        buckets: number of buckets.
+        num_buckets: number of buckets.
 
     Attributes:
         slots: the slots so far.
         num_free: int64 `[buckets]`, number of empty slots.
     """
 
-    def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
+    def __init__(self, bucket_pairs: Tensor, slots: Tensor, num_buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
         self._entry_in_slot = torch.full(
-            (buckets, SLOTS_PER_BUCKET), -1, device="cpu"
+            (num_buckets, SLOTS_PER_BUCKET), -1, device="cpu"
         )  # by slot, -1 for empty
         placed_entries = (slots >= 0).nonzero().view(-1)
         self._entry_in_slot.view(-1)[slots[placed_entries]] = placed_entries
         self.num_free = (self._entry_in_slot < 0).sum(1)
         # By bucket, whether no chain of moves leads from it to an empty slot. Such a bucket stays
         # closed, since no entry of another bucket moves into it.
-        self._is_closed = torch.zeros(buckets, dtype=torch.bool, device="cpu")
+        self._is_closed = torch.zeros(num_buckets, dtype=torch.bool, device="cpu")
 
-    def assign_within_one_move(self, waiting: Tensor, round_index: int) -> Tensor:
+    def assign_within_one_move(self, waiting_entries: Tensor, round_index: int) -> Tensor:
         """Assign slots to waiting entries by at most one move each; return which got one, bool."""
-        buckets = self._bucket_pairs[:, waiting].T
-        neighbours = self._entry_in_slot[buckets].reshape(waiting.numel(), -1)
+        buckets = self._bucket_pairs[:, waiting_entries].T
+        neighbours = self._entry_in_slot[buckets].reshape(waiting_entries.numel(), -1)
         # The bucket that each neighbour could move to; empty slots need no move.
         is_empty = neighbours < 0
         other_buckets = self._other_bucket(neighbours.clamp(min=0))
@@ -123,22 +130,22 @@ class _Assignment:
         moving_entries = neighbour[needs_move]
         freed_slots = self.slots[moving_entries]
         self._put_in_empty(moving_entries, target_buckets[needs_move])
-        self._occupy(waiting[needs_move], freed_slots)
+        self._occupy(waiting_entries[needs_move], freed_slots)
         needs_no_move = is_settled & (neighbour < 0)
-        self._put_in_empty(waiting[needs_no_move], target_buckets[needs_no_move])
+        self._put_in_empty(waiting_entries[needs_no_move], target_buckets[needs_no_move])
         return is_settled
 
-    def swap_neighbours(self, waiting: Tensor, round_index: int) -> Tensor:
+    def swap_neighbours(self, waiting_entries: Tensor, round_index: int) -> Tensor:
         """Give waiting entries slots of others; return the entries that then wait, int64 `[n]`."""
-        offsets = _random_ints((waiting.numel(),), round_index) % SLOTS_PER_BUCKET
-        slots = self._bucket_pairs[0, waiting] * SLOTS_PER_BUCKET + offsets
-        is_first = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
-        displaced = self._entry_in_slot.view(-1)[slots[is_first]]
-        self.slots[displaced] = -1
-        self._occupy(waiting[is_first], slots[is_first])
+        offsets = _random_ints((waiting_entries.numel(),), round_index) % SLOTS_PER_BUCKET
+        slots = self._bucket_pairs[0, waiting_entries] * SLOTS_PER_BUCKET + offsets
+        is_first = _first_of_each(slots, torch.ones_like(waiting_entries, dtype=torch.bool))
+        displaced_entries = self._entry_in_slot.view(-1)[slots[is_first]]
+        self.slots[displaced_entries] = -1
+        self._occupy(waiting_entries[is_first], slots[is_first])
         # Waiting entries try their other bucket in the next round.
-        self._bucket_pairs[:, waiting] = self._bucket_pairs[:, waiting].flip(0)
-        return torch.cat([displaced, waiting[~is_first]])
+        self._bucket_pairs[:, waiting_entries] = self._bucket_pairs[:, waiting_entries].flip(0)
+        return torch.cat([displaced_entries, waiting_entries[~is_first]])
 
     def search(self, entry: int) -> None:
         """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
@@ -148,28 +155,34 @@ class _Assignment:
         mover_into[frontier] = entry  # the entry that moves into each bucket of the chain
         while frontier.numel():
             is_visited[frontier] = True
-            with_room = frontier[self.num_free[frontier] > 0]
-            if with_room.numel():
-                self._shift(int(with_room[0]), mover_into, entry)
+            buckets_with_room = frontier[self.num_free[frontier] > 0]
+            if buckets_with_room.numel():
+                self._shift(int(buckets_with_room[0]), mover_into, entry)
                 return
-            members = self._entry_in_slot[frontier].view(-1)
-            next_buckets = self._other_bucket(members)
+            entries_in_frontier = self._entry_in_slot[frontier].view(-1)
+            next_buckets = self._other_bucket(entries_in_frontier)
             is_unvisited = ~is_visited[next_buckets]
             mover_into.scatter_reduce_(
-                0, next_buckets[is_unvisited], members[is_unvisited], "amin", include_self=False
+                0,
+                next_buckets[is_unvisited],
+                entries_in_frontier[is_unvisited],
+                "amin",
+                include_self=False,
             )
             frontier = next_buckets[is_unvisited].unique()
         self._is_closed = is_visited
 
     def _shift(self, bucket: int, mover_into: Tensor, entry: int) -> None:
         """Move every entry of a chain to the slot that the next one frees."""
-        current = int(mover_into[bucket])
+        moving_entry = int(mover_into[bucket])
         slot = bucket * SLOTS_PER_BUCKET + int((self._entry_in_slot[bucket] < 0).int().argmax())
         self.num_free[bucket] -= 1
-        while current != entry:
-            freed_slot = int(self.slots[current])
-            self._occupy(torch.tensor([current], device="cpu"), torch.tensor([slot], device="cpu"))
-            slot, current = freed_slot, int(mover_into[freed_slot // SLOTS_PER_BUCKET])
+        while moving_entry != entry:
+            freed_slot = int(self.slots[moving_entry])
+            self._occupy(
+                torch.tensor([moving_entry], device="cpu"), torch.tensor([slot], device="cpu")
+            )
+            slot, moving_entry = freed_slot, int(mover_into[freed_slot // SLOTS_PER_BUCKET])
         self._occupy(torch.tensor([entry], device="cpu"), torch.tensor([slot], device="cpu"))
 
     def _other_bucket(self, entries: Tensor) -> Tensor:
@@ -301,9 +314,9 @@ def check(target: TableTarget, entries: Entries) -> None:
 def _check_rows(target: TableTarget, entries: Entries) -> None:
     """Raise ValueError unless names, shapes and last uses of rows fit a table."""
     names = entries.rows.keys() - {LAST_USES}  # ignored if they are of a table with another ttl
-    unknown = sorted(names - target.views.keys())
+    unknown_names = sorted(names - target.views.keys())
     missing_names = sorted(target.views.keys() - names)
-    if unknown or (missing_names and len(names) > 1) or WEIGHT not in names:
+    if unknown_names or (missing_names and len(names) > 1) or WEIGHT not in names:
         raise ValueError(
             f"entries of {target.name!r} must have the rows {list(target.views)}, or the weight "
             f"alone, which leaves states at their first value; got {list(entries.rows)}"
@@ -312,13 +325,13 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
     if uses is not None and uses.dtype != torch.int64:
         raise ValueError(f"{LAST_USES} of {target.name!r} are ticks in int64, got {uses.dtype}")
     if _has_levels_of(uses, target):
-        newest = max(entries.newest_stamp(), 1)
+        newest_stamp = max(entries.newest_stamp(), 1)
         for block in torch.arange(len(entries), device="cpu").split(_KEYS_PER_CALL):
             values = uses[block]
-            if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= newest:
+            if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= newest_stamp:
                 raise ValueError(
                     f"{LAST_USES} of {target.name!r} must be ticks up to its newest stamp "
-                    f"{newest}, got {int(values.min())} to {int(values.max())}"
+                    f"{newest_stamp}, got {int(values.min())} to {int(values.max())}"
                 )
     for name in sorted(names):
         rows = entries.rows[name]
@@ -388,8 +401,8 @@ def _write_entries(
     finally:
         index.counters[table] = counters
         index.set_tick(tick)
-    left_out = int((slots < 0).sum())
-    return Loaded(len(entries) - left_out, left_out, num_displaced)
+    num_left_out = int((slots < 0).sum())
+    return Loaded(len(entries) - num_left_out, num_left_out, num_displaced)
 
 
 def _place_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
@@ -467,8 +480,11 @@ def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
     hash_key = index.hash_key(table)
     slots_after = assign_slots(keys, slots_before, index.buckets(table), hash_key)
     is_moved = (slots_before >= 0) & (slots_after >= 0) & (slots_after != slots_before)
-    moved = is_moved.nonzero().view(-1)
-    old_slots, moved_slots = slots_before[moved].to(device), slots_after[moved].to(device)
+    moved_entries = is_moved.nonzero().view(-1)
+    old_slots, moved_slots = (
+        slots_before[moved_entries].to(device),
+        slots_after[moved_entries].to(device),
+    )
     placed_entries = (slots_after >= 0).nonzero().view(-1)
     new_entries = placed_entries[placed_entries >= num_slots]
     new_slots = slots_after[new_entries].to(device)

@@ -71,8 +71,8 @@ def save(
     identity = str(state.index.tick) if identity is None else identity
     tables = {name: _changes_of(state, t, since) for t, name in enumerate(state.table_names)}
     header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
-    rows = fallback.named_rows(state)
-    return _write(state, directory, tables, header, part, report, child_state(state), rows)
+    fallback_rows = fallback.named_rows(state)
+    return _write(state, directory, tables, header, part, report, child_state(state), fallback_rows)
 
 
 def _write(
@@ -90,11 +90,13 @@ def _write(
     `other_tensors` is the state of the children of the module; of these a dump of changes has only
     the hash keys. `fallback_rows` are named as in state dicts.
     """
-    dumped = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
+    dumped_tables = [
+        DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()
+    ]
     if header.since is not None:
         other_tensors = {INDEX_HASH_KEYS: other_tensors[INDEX_HASH_KEYS]}
     other_tensors = {**other_tensors, **fallback.without_other_shards(fallback_rows, *part)}
-    dump_tables.write(directory, dumped, header, part, report, other_tensors)
+    dump_tables.write(directory, dumped_tables, header, part, report, other_tensors)
     return header.clock
 
 
@@ -140,10 +142,16 @@ def load(
     dump = dump_tables.read(directory, *part)
     hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64, device="cpu")
     if dump.since is not None:
-        changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
+        changes_by_table = {
+            name: Changes(table.entries, table.removed) for name, table in dump.tables.items()
+        }
         hash_keys = dump.other_tensors.get(INDEX_HASH_KEYS)
-        rows = {name: fallback.rows_of_table(dump.other_tensors, name) for name in changed}
-        changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys, rows)
+        fallback_rows = {
+            name: fallback.rows_of_table(dump.other_tensors, name) for name in changes_by_table
+        }
+        changes = ChangeSet(
+            dump.since, dump.clock, changes_by_table, hyperparameters, hash_keys, fallback_rows
+        )
         return apply_changes(state, changes, report)
     return _load_whole(state, directory, dump, hyperparameters, report)
 
@@ -162,7 +170,7 @@ def _load_whole(
             "load single ones with set_table_entries"
         )
     check_hyperparameters(state, hyperparameters)
-    entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
+    entries = {state.table_number(name): table.entries for name, table in dump.tables.items()}
     for t, dumped_entries in entries.items():
         loading.check(target_of(state, t), dumped_entries)
         fallback.check_rows(
@@ -274,14 +282,15 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
             "would be older than others; leave these changes out"
         )
     check_hyperparameters(state, changes.hyperparameters)
-    unknown = sorted({*changes.tables, *changes.fallback_rows} - {*state.table_names})
-    if unknown:
+    unknown_names = sorted({*changes.tables, *changes.fallback_rows} - {*state.table_names})
+    if unknown_names:
         raise ValueError(
-            f"changes are of the tables {unknown}, this module has {state.table_names}; leave out "
-            "those that it lacks"
+            f"changes are of the tables {unknown_names}, this module has {state.table_names}; "
+            "leave out those that it lacks"
         )
     upserts = {
-        state.table_number(n): table_changes.upserts for n, table_changes in changes.tables.items()
+        state.table_number(name): table_changes.upserts
+        for name, table_changes in changes.tables.items()
     }
     for t, entries in upserts.items():
         loading.check(target_of(state, t), entries)
@@ -331,7 +340,8 @@ def apply_changes(
 
     loaded = state.complete(apply)
     num_lost = {
-        n: loaded_table.left_out + loaded_table.displaced for n, loaded_table in loaded.items()
+        name: loaded_table.left_out + loaded_table.displaced
+        for name, loaded_table in loaded.items()
     }
     if any(num_lost.values()):
         warnings.warn(

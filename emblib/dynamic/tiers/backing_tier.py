@@ -189,8 +189,10 @@ class BackingTier:
         """Return the counts by table (reads the device)."""
         index_stats = self.fast.index.stats()
         return {
-            name: TierStats(lookups=index_counts["lookups"], hits=index_counts["hits"], **counts)
-            for name, index_counts, counts in zip(
+            name: TierStats(
+                lookups=index_counts["lookups"], hits=index_counts["hits"], **tier_counts
+            )
+            for name, index_counts, tier_counts in zip(
                 self.fast.table_names, index_stats, self._counts, strict=True
             )
         }
@@ -229,16 +231,18 @@ class BackingTier:
 
     def _read_alive(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
-        found, fast = self.store.read(table, keys), self.fast
+        found_rows, fast = self.store.read(table, keys), self.fast
         if fast.expiry is None:
-            return found
-        is_alive = found.rows.stamps >= fast.expiry.first_alive_ticks(table, fast.index.tick)[0]
-        expired = found.rows.keys[~is_alive]
-        if erase_expired and expired.numel():
+            return found_rows
+        is_alive = (
+            found_rows.rows.stamps >= fast.expiry.first_alive_ticks(table, fast.index.tick)[0]
+        )
+        expired_keys = found_rows.rows.keys[~is_alive]
+        if erase_expired and expired_keys.numel():
             self._expect_evictions(table)
-            self.store.erase(table, expired)
-            self.fast.record_evictions(table, expired)  # admission may refuse them
-        return FoundRows(found.positions[is_alive], found.rows.at(is_alive))
+            self.store.erase(table, expired_keys)
+            self.fast.record_evictions(table, expired_keys)  # admission may refuse them
+        return FoundRows(found_rows.positions[is_alive], found_rows.rows.at(is_alive))
 
     @staticmethod
     def is_in_store(misses: Misses, found_by_table: Sequence[FoundRows]) -> Tensor:
@@ -347,11 +351,13 @@ class BackingTier:
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            is_promoted, refused = swapped.found_slots >= 0, self._no_entries
-            if swapped.refused.numel():
+            is_promoted, refused_entries = swapped.found_slots >= 0, self._no_entries
+            if swapped.refused_misses.numel():
                 is_promoted &= swapped.found_slots < specs[t].rows
-                refused = self._refused_entries(t, keys, misses, swapped.refused, batch_scores)
-            overflow.append(refused)
+                refused_entries = self._refused_entries(
+                    t, keys, misses, swapped.refused_misses, batch_scores
+                )
+            overflow.append(refused_entries)
             moves.promoted[t] = found.rows.keys[is_promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
@@ -359,13 +365,13 @@ class BackingTier:
             counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
             counts["promoted"] += moves.promoted[t].numel()
             counts["demoted"] += moves.demoted[t].keys.numel()
-            counts["served_in_place"] += swapped.refused.numel()
+            counts["served_in_place"] += swapped.refused_misses.numel()
             all_counts.append(counts)
         slots_by_position = None
         if any(entries.numel() for entries in overflow):
             groups, slots = misses.groups.long(), torch.cat([swapped.slots for swapped in swaps])
-            by_position = slots[groups.clamp(min=0)]
-            slots_by_position = torch.where(groups < 0, inserted.slots, by_position)
+            slots_of_misses = slots[groups.clamp(min=0)]
+            slots_by_position = torch.where(groups < 0, inserted.slots, slots_of_misses)
         return BatchPlacement(swaps, slots_by_position, overflow, moves, all_counts)
 
     def _refused_entries(
@@ -426,7 +432,7 @@ class BackingTier:
         assert result is not None
         self._counts, self._overflow = placement.counts, placement.overflow
         begin = 0
-        for swapped in placement.misses:
+        for swapped in placement.swaps:
             end = begin + swapped.slots.numel()
             result.slots[begin:end], result.status[begin:end] = swapped.slots, swapped.status
             begin = end
@@ -434,7 +440,7 @@ class BackingTier:
             inserted.slots.copy_(placement.slots_by_position)
         self._overflow_is_dirty = any(entries.numel() for entries in placement.overflow)
         self._moves = placement.moves
-        if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
+        if all(swapped.found_slots.numel() == swapped.slots.numel() for swapped in placement.swaps):
             return None
         return torch.where(result.status == hash.HIT, -1, result.slots)
 
@@ -501,16 +507,18 @@ class BackingTier:
         if not rows.keys.numel():
             return
         self._expect_evictions(table)
-        dropped = self.store.put(table, rows).keys
-        self._record_dropped(table, dropped, [] if from_overflow else self._overflow)
+        dropped_keys = self.store.put(table, rows).keys
+        self._record_dropped(table, dropped_keys, [] if from_overflow else self._overflow)
 
-    def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[Tensor]) -> None:
+    def _record_dropped(self, table: int, dropped_keys: Tensor, overflow: Sequence[Tensor]) -> None:
         """Count and log dropped keys, but not those that overflow rows write back later."""
-        if dropped.numel() and overflow:
-            dropped = dropped[~torch.isin(dropped, overflow[table][:, HashEntryColumn.KEY])]
-        if dropped.numel() or self.fast.eviction_log is not None:
-            self.fast.record_evictions(table, dropped)
-            self._counts[table]["dropped"] += dropped.numel()
+        if dropped_keys.numel() and overflow:
+            dropped_keys = dropped_keys[
+                ~torch.isin(dropped_keys, overflow[table][:, HashEntryColumn.KEY])
+            ]
+        if dropped_keys.numel() or self.fast.eviction_log is not None:
+            self.fast.record_evictions(table, dropped_keys)
+            self._counts[table]["dropped"] += dropped_keys.numel()
 
     # Overflow rows
 
@@ -532,13 +540,15 @@ class BackingTier:
         for t in range(len(self._row_bytes)):
             positions = (is_missing & (tables == t)).nonzero().view(-1)
             distinct_keys, groups = keys.ids[positions].cpu().unique(return_inverse=True)
-            found = self._read_alive(t, distinct_keys)
-            self._check_overflow(t, found.positions.numel())
+            found_rows = self._read_alive(t, distinct_keys)
+            self._check_overflow(t, found_rows.positions.numel())
             overflow_slots = torch.full_like(distinct_keys, -1)
-            overflow_slots[found.positions] = self._overflow_slots(t, found.positions.numel())
-            self._fast_rows.scatter(t, overflow_slots[found.positions], found.rows.values)
+            overflow_slots[found_rows.positions] = self._overflow_slots(
+                t, found_rows.positions.numel()
+            )
+            self._fast_rows.scatter(t, overflow_slots[found_rows.positions], found_rows.rows.values)
             slots[positions] = overflow_slots[groups].to(slots.device)
-            self._overflow[t] = torch.stack(found.rows[:3], dim=1)
+            self._overflow[t] = torch.stack(found_rows.rows[:3], dim=1)
         return slots
 
     @without_gradients
@@ -565,10 +575,10 @@ class BackingTier:
         self.generation += 1
         self._overflow = [self._no_entries] * len(self._row_bytes)
 
-    def _overflow_slots(self, table: int, count: int) -> Tensor:
-        """Return the slots of the first `count` overflow rows of a table, int64."""
+    def _overflow_slots(self, table: int, num_rows: int) -> Tensor:
+        """Return the slots of the first `num_rows` overflow rows of a table, int64."""
         first_overflow = self.fast.specs[table].rows
-        return torch.arange(first_overflow, first_overflow + count, device="cpu")
+        return torch.arange(first_overflow, first_overflow + num_rows, device="cpu")
 
     # Entries in and out
 
@@ -581,19 +591,19 @@ class BackingTier:
         layout, moves = self.fast.layout, self._moves
         if moves is not None:
             self.store.try_moves(moves)
-        found = self.store.read(table, keys)
-        if found.positions.numel() < keys.numel():
+        found_rows = self.store.read(table, keys)
+        if found_rows.positions.numel() < keys.numel():
             raise RuntimeError(
                 "entries are read before training goes on, and rows of "
                 f"{self.fast.table_names[table]!r} have moved since; ask for the entries again"
             )
         values = torch.empty(keys.numel(), self._row_bytes[table], dtype=torch.uint8, device="cpu")
-        values[found.positions] = found.rows.values
+        values[found_rows.positions] = found_rows.rows.values
         value_bytes = [
-            layout.width(table, b) * dtype.itemsize for b, dtype in enumerate(layout.dtypes)
+            layout.width(table, p) * dtype.itemsize for p, dtype in enumerate(layout.dtypes)
         ]
-        begin = sum(value_bytes[:buffer])
-        bytes_of_buffer = values[:, begin : begin + value_bytes[buffer]]
+        first_byte = sum(value_bytes[:buffer])
+        bytes_of_buffer = values[:, first_byte : first_byte + value_bytes[buffer]]
         values_of_buffer = bytes_of_buffer.clone(memory_format=torch.contiguous_format).view(
             layout.dtypes[buffer]
         )
@@ -610,7 +620,7 @@ class BackingTier:
             for column, values in zip(columns, selected_rows[:3], strict=True):
                 column.append(values)
         keys, stamps, scores = (torch.cat(column) for column in columns)
-        joined = {
+        joined_rows = {
             name: ConcatenatedRows([fast.rows[name], _RowsInStore(self, table, buffer, keys)])
             for buffer, name in enumerate(self.fast.layout.buffer_names)
         }
@@ -618,7 +628,7 @@ class BackingTier:
             torch.cat([fast.keys, keys]),
             torch.cat([fast.stamps, stamps]),
             None if fast.scores is None else torch.cat([fast.scores, scores]),
-            joined,
+            joined_rows,
         )
 
     @without_gradients
@@ -631,25 +641,25 @@ class BackingTier:
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
-        dropped = num_loaded = 0
+        num_dropped = num_loaded = 0
         order = best_first(entries, index.order).cpu()
         for block in reversed(order.split(BATCH)):
-            dropped += self._load_block(table, entries.take(block))
+            num_dropped += self._load_block(table, entries.take(block))
             num_loaded += block.numel()
             if report is not None:
                 report(DumpProgress(self.fast.table_names[table], num_loaded, len(entries)))
-        return Loaded(len(entries) - dropped, dropped, 0)
+        return Loaded(len(entries) - num_dropped, num_dropped, 0)
 
     def _load_block(self, table: int, entries: Entries) -> int:
         """Put entries into the store; return how many rows were dropped."""
         layout, values = self.fast.layout, []
         all_rows = torch.arange(len(entries), device="cpu")
-        for b, (name, dtype) in enumerate(zip(layout.buffer_names, layout.dtypes, strict=True)):
-            shape = (len(entries), layout.width(table, b))
+        for p, (name, dtype) in enumerate(zip(layout.buffer_names, layout.dtypes, strict=True)):
+            shape = (len(entries), layout.width(table, p))
             rows = entries.rows.get(name)
             if rows is None:
-                initial = self.fast.specs[table].initial_state
-                buffer_values = torch.full(shape, initial, dtype=dtype, device="cpu")
+                initial_state = self.fast.specs[table].initial_state
+                buffer_values = torch.full(shape, initial_state, dtype=dtype, device="cpu")
             else:
                 buffer_values = rows[all_rows].to("cpu", dtype).view(shape)
             values.append(buffer_values.contiguous().view(torch.uint8))
@@ -729,21 +739,21 @@ class BackingTier:
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
         """Set the scores of distinct keys in the store; return which have a row, bool `[n]`."""
         self.drop_overflow_rows()
-        found = self.store.read(table, keys)
-        self._put_in_store(table, found.rows._replace(scores=scores[found.positions]))
+        found_rows = self.store.read(table, keys)
+        self._put_in_store(table, found_rows.rows._replace(scores=scores[found_rows.positions]))
         is_present = torch.zeros(keys.numel(), dtype=torch.bool, device="cpu")
-        is_present[found.positions] = True
+        is_present[found_rows.positions] = True
         return is_present
 
     def expire(self, table: int, before: int) -> int:
         """Remove rows in the store that were last used before a tick; return how many."""
         self.write_back()
         self._expect_evictions(table)
-        expired = self.store.expire(table, before)
-        self.fast.record_evictions(table, expired)
-        if torch.isin(self._overflow[table][:, HashEntryColumn.KEY], expired).any():
+        expired_keys = self.store.expire(table, before)
+        self.fast.record_evictions(table, expired_keys)
+        if torch.isin(self._overflow[table][:, HashEntryColumn.KEY], expired_keys).any():
             self.drop_overflow_rows()
-        return expired.numel()
+        return expired_keys.numel()
 
     @without_gradients
     def clear(self) -> None:

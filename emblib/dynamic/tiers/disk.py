@@ -74,7 +74,7 @@ _NO_WORDS = torch.empty(0, dtype=torch.int64, device="cpu")  # files of values h
 
 
 class GrowingFile:
-    """A file of rows of `row_bytes` bytes, mapped as `rows`, uint8 `[count, row_bytes]`.
+    """A file of rows of `row_bytes` bytes, mapped as `rows`, uint8 `[rows, row_bytes]`.
 
     Growing replaces `mapped` and `rows`; older ones stay readable as long as they are referenced.
     """
@@ -85,22 +85,22 @@ class GrowingFile:
         self.mapped: mmap.mmap | None = None
         self.rows = torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu")
 
-    def map_committed(self, count: int) -> None:
-        """Map the first `count` rows and truncate the rest of the file.
+    def map_committed(self, num_rows: int) -> None:
+        """Map the first `num_rows` rows and truncate the rest of the file.
 
         Raises RuntimeError if the file is shorter.
         """
-        self._check_length(count, "delete the directory and start from a checkpoint")
-        durable_files.resize(self._handle, count * self.row_bytes)
-        self.grow(count)
+        self._check_length(num_rows, "delete the directory and start from a checkpoint")
+        durable_files.resize(self._handle, num_rows * self.row_bytes)
+        self.grow(num_rows)
 
-    def grow(self, count: int) -> None:
-        """Map the first `count` rows, to which a shorter file grows by zeros; 0 changes nothing.
+    def grow(self, num_rows: int) -> None:
+        """Map the first `num_rows` rows, to which a shorter file grows by zeros; 0 changes nothing.
 
         Raises:
             OSError: the disk is full; the rows are unchanged.
         """
-        nbytes = count * self.row_bytes
+        nbytes = num_rows * self.row_bytes
         if not nbytes:
             return
         old_nbytes = os.fstat(self._handle).st_size
@@ -108,11 +108,11 @@ class GrowingFile:
             durable_files.allocate(self._handle, old_nbytes, nbytes - old_nbytes)
         self.mapped = mmap.mmap(self._handle, nbytes)
         self.mapped.madvise(mmap.MADV_RANDOM)
-        self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.row_bytes)
+        self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(num_rows, self.row_bytes)
 
-    def _check_length(self, count: int, remedy: str) -> None:
-        if os.fstat(self._handle).st_size < count * self.row_bytes:
-            raise RuntimeError(f"{self.path} is shorter than its {count} rows; {remedy}")
+    def _check_length(self, num_rows: int, remedy: str) -> None:
+        if os.fstat(self._handle).st_size < num_rows * self.row_bytes:
+            raise RuntimeError(f"{self.path} is shorter than its {num_rows} rows; {remedy}")
 
     def check_length(self) -> None:
         """Raise RuntimeError if the file was cut off: using its mapping would end the process."""
@@ -151,11 +151,11 @@ class RowFile:
         values: file of rows.
         sums: page checksums of `heads` and of `values`.
         num_slots: number of slots in the files.
-        committed: end of the slots of the last commit; later slots were free then.
+        end_committed: end of the slots of the last commit; later slots were free then.
         allocator: slot of each key; keys in the fast tier are included.
         is_changing: whether slots of keys are being assigned or freed, see `recover`.
-        journaled: uint8 `[count]`, whether a slot needs no journal before it changes.
-        in_fast_tier: uint8 `[count]`, whether the row of a slot was promoted.
+        is_journaled: uint8 `[count]`, whether a slot needs no journal before it changes.
+        is_in_fast_tier: uint8 `[count]`, whether the row of a slot was promoted.
     """
 
     allocator: SlotAllocator
@@ -174,29 +174,29 @@ class RowFile:
             for file in self._files
         ]
         self.num_slots = 0
-        self.committed = 0
+        self.end_committed = 0
         self.is_changing = False
-        self.journaled, self.in_fast_tier = lazy_zeros(0), lazy_zeros(0)
+        self.is_journaled, self.is_in_fast_tier = lazy_zeros(0), lazy_zeros(0)
         # The result of the last read, unless slots were assigned or freed since.
         self._last_read: _SlotsOfKeys | None = None
 
-    def map_committed(self, committed: int) -> None:
+    def map_committed(self, end_committed: int) -> None:
         """Map the slots of the last commit, before the journal is rolled back."""
-        self.committed = committed
+        self.end_committed = end_committed
         self.allocator = SlotAllocator()
-        self._resize(max(committed, _MIN_SLOTS), at_commit=True)
+        self._resize(max(end_committed, _MIN_SLOTS), at_commit=True)
 
-    def add_sums(self, committed: int) -> None:
+    def add_sums(self, end_committed: int) -> None:
         """Grow the checksum files to the committed slots: for a store that may have none."""
-        for file, sums in zip(self._files, self._sum_files, strict=True):
-            sums.grow(num_pages(committed * file.row_bytes))
+        for file, sum_file in zip(self._files, self._sum_files, strict=True):
+            sum_file.grow(num_pages(end_committed * file.row_bytes))
 
     def find_keys(self) -> None:
         """Read the slot of each key from the heads."""
-        heads = self._head_words()[: self.committed]
+        heads = self._head_words()[: self.end_committed]
         slots = (heads[:, 0] != 0).nonzero().squeeze(1)
         self.allocator = SlotAllocator()
-        self.allocator.restore(heads[slots, 1], slots, self.committed)
+        self.allocator.restore(heads[slots, 1], slots, self.end_committed)
 
     def recover(self) -> None:
         """Read the slot of each key from the heads again, if a change of them was interrupted.
@@ -210,10 +210,10 @@ class RowFile:
         heads = self._head_words()[: self.num_slots]
         is_used = heads[:, 0] != 0
         slots = is_used.nonzero().squeeze(1)
-        self.in_fast_tier[: self.num_slots] *= is_used
+        self.is_in_fast_tier[: self.num_slots] *= is_used
         allocator = SlotAllocator()
         end_slot = int(slots[-1]) + 1 if slots.numel() else 0
-        allocator.restore(heads[slots, 1], slots, max(self.committed, end_slot))
+        allocator.restore(heads[slots, 1], slots, max(self.end_committed, end_slot))
         self.allocator = allocator
         self.is_changing = False
 
@@ -221,20 +221,26 @@ class RowFile:
         """Grow the files to `num_slots` slots; `at_commit` first cuts them to the last commit."""
         for file, sum_file in zip(self._files, self._sum_files, strict=True):
             if at_commit:
-                file.map_committed(self.committed)
-                sum_file.map_committed(num_pages(self.committed * file.row_bytes))
+                file.map_committed(self.end_committed)
+                sum_file.map_committed(num_pages(self.end_committed * file.row_bytes))
             file.grow(num_slots)
             sum_file.grow(num_pages(num_slots * file.row_bytes))
         for file, sum_file, sums in zip(self._files, self._sum_files, self.sums, strict=True):
             sums.resize(file.mapped, sum_file.mapped)
-            sums.length = self.committed * file.row_bytes
-        journaled, in_fast_tier = lazy_zeros(num_slots), lazy_zeros(num_slots)
+            sums.length = self.end_committed * file.row_bytes
+        is_journaled, is_in_fast_tier = lazy_zeros(num_slots), lazy_zeros(num_slots)
         if not at_commit:
-            journaled[: self.num_slots] = self.journaled
-            in_fast_tier[: self.num_slots] = self.in_fast_tier
+            is_journaled[: self.num_slots] = self.is_journaled
+            is_in_fast_tier[: self.num_slots] = self.is_in_fast_tier
         # Slots after the last commit need no journal.
-        journaled[self.committed if at_commit else max(self.committed, self.num_slots) :] = 1
-        self.journaled, self.in_fast_tier, self.num_slots = journaled, in_fast_tier, num_slots
+        is_journaled[
+            self.end_committed if at_commit else max(self.end_committed, self.num_slots) :
+        ] = 1
+        self.is_journaled, self.is_in_fast_tier, self.num_slots = (
+            is_journaled,
+            is_in_fast_tier,
+            num_slots,
+        )
 
     def _head_words(self) -> Tensor:
         """Return the heads of all slots as words, int64 `[count, 4]`, as a view."""
@@ -291,8 +297,8 @@ class RowFile:
 
     def roots(self) -> list[int]:
         """Return the root checksums of heads and of values, for the slots in use."""
-        pairs = zip(self._files, self.sums, strict=True)
-        return [sums.root(self.end_slot * file.row_bytes) for file, sums in pairs]
+        files_and_sums = zip(self._files, self.sums, strict=True)
+        return [sums.root(self.end_slot * file.row_bytes) for file, sums in files_and_sums]
 
     def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of distinct keys, assigning missing ones, and the new keys; int64.
@@ -336,14 +342,14 @@ class RowFile:
 
     def is_changed(self, slots: Tensor, rows: StoredRows) -> Tensor:
         """Return which of `rows`, keys included, differ from those in their slots, bool `[n]`."""
-        current = self.rows_at(slots)
-        is_equal = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
-        is_equal &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
+        stored_rows = self.rows_at(slots)
+        is_equal = (stored_rows.keys == rows.keys) & (stored_rows.values == rows.values).all(dim=1)
+        is_equal &= (stored_rows.stamps == rows.stamps) & (stored_rows.scores == rows.scores)
         return ~(is_equal & (self._head_words()[slots, 0] != 0))
 
     def find_stored(self, keys: Tensor) -> Tensor:
         """Return the slots of `keys`, int64 `[n]`; -1 if not stored, or in the fast tier."""
-        return self.allocator.find(keys, self.in_fast_tier)
+        return self.allocator.find(keys, self.is_in_fast_tier)
 
     @property
     def end_slot(self) -> int:
@@ -354,7 +360,7 @@ class RowFile:
     def stored_slots(self) -> Tensor:
         """Return the slots of all rows that are not in the fast tier, int64, ascending."""
         is_used = self._head_words()[: self.end_slot, 0] != 0
-        return (is_used & (self.in_fast_tier[: self.end_slot] == 0)).nonzero().squeeze(1)
+        return (is_used & (self.is_in_fast_tier[: self.end_slot] == 0)).nonzero().squeeze(1)
 
     def stored_before(self, tick: int) -> tuple[Tensor, Tensor]:
         """Return slots and keys, int64 `[n]` each, of the stored rows with a stamp below `tick`."""
@@ -364,25 +370,27 @@ class RowFile:
 
     def size(self) -> int:
         """Return the number of rows that are not in the fast tier."""
-        return self.allocator.size - int(self.in_fast_tier[: self.end_slot].sum(dtype=torch.int64))
+        return self.allocator.size - int(
+            self.is_in_fast_tier[: self.end_slot].sum(dtype=torch.int64)
+        )
 
     def read_stored(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
         slots = self.find_stored(keys)
-        found = self.find_rows(slots)
-        self._last_read = _SlotsOfKeys(found.rows.keys, slots[found.positions])
-        return found
+        found_rows = self.find_rows(slots)
+        self._last_read = _SlotsOfKeys(found_rows.rows.keys, slots[found_rows.positions])
+        return found_rows
 
     def mark_in_fast_tier(self, keys: Tensor) -> None:
         """Mark the rows of the stored keys as promoted."""
         last_read = self._last_read  # a batch promotes what it has read
         is_read = last_read is not None and torch.equal(last_read.keys, keys)
         slots = last_read.slots if last_read is not None and is_read else self.find_stored(keys)
-        page_ops.mark_pages_([self.in_fast_tier], slots, 1, 0, 1)
+        page_ops.mark_pages_([self.is_in_fast_tier], slots, 1, 0, 1)
 
     def unjournaled_slots(self, slots: Tensor) -> Tensor:
         """Return which of distinct slots, int64, have committed content that the journal lacks."""
-        return page_ops.pages_without_mark(self.journaled, slots, 1, 0, 1)
+        return page_ops.pages_without_mark(self.is_journaled, slots, 1, 0, 1)
 
     def free(self, slots: Tensor) -> None:
         """Free distinct slots with rows; the caller must have changed and journaled the slots."""
@@ -390,15 +398,15 @@ class RowFile:
         self._last_read = None
         self.allocator.remove(words[slots, 1])
         words[slots, 0] = 0
-        self.in_fast_tier[slots] = 0
+        self.is_in_fast_tier[slots] = 0
 
     def after_commit(self) -> None:
         """Record that the files hold the last commit."""
-        self.committed = self.end_slot
-        self.journaled = lazy_zeros(self.num_slots)
-        self.journaled[self.committed :] = 1
+        self.end_committed = self.end_slot
+        self.is_journaled = lazy_zeros(self.num_slots)
+        self.is_journaled[self.end_committed :] = 1
         for file, sums in zip(self._files, self.sums, strict=True):
-            sums.after_commit(self.committed * file.row_bytes)
+            sums.after_commit(self.end_committed * file.row_bytes)
 
     def flush(self) -> None:
         """Flush all files to the disk."""
@@ -496,12 +504,12 @@ class DiskRows:
             self._write_store(0, [0] * len(self._tables), "")
             flush_directory(self.directory)
         slots = self._read_store()
-        for t, (table, committed) in enumerate(zip(self._tables, slots, strict=True)):
+        for t, (table, end_committed) in enumerate(zip(self._tables, slots, strict=True)):
             row_file = RowFile(self.directory, t, table)
             self._row_files.append(row_file)
             if self._lacks_sums or self._verify is Verify.OFF:
-                row_file.add_sums(committed)
-            row_file.map_committed(committed)
+                row_file.add_sums(end_committed)
+            row_file.map_committed(end_committed)
         self._journal = Journal(self.directory / _JOURNAL, self._blocks())
         flush_directory(self.directory)  # makes the names of the files durable
         if self._commit_number:
@@ -512,8 +520,8 @@ class DiskRows:
 
     def _blocks(self) -> list[Block]:
         """Return the journal's blocks: all rows, then all checksums."""
-        sums = [block for row_file in self._row_files for block in row_file.sum_blocks]
-        return [*(row_file.block for row_file in self._row_files), *sums]
+        sum_blocks = [block for row_file in self._row_files for block in row_file.sum_blocks]
+        return [*(row_file.block for row_file in self._row_files), *sum_blocks]
 
     def _recover(self) -> None:
         """Roll back to the last commit, and verify checksums as `verify` requires on opening."""
@@ -596,7 +604,7 @@ class DiskRows:
                 self._journal.begin(self._commit_number)
                 self._journal.blocks = self._blocks()
                 for journaled_slots in self._journal.append(table, slots):
-                    row_file.journaled[journaled_slots] = 1
+                    row_file.is_journaled[journaled_slots] = 1
 
     def _write(self, table: int, slots: Tensor, new_keys: Tensor, rows: StoredRows) -> None:
         """Write rows into slots; if that fails before any is written, `new_keys` have none."""
@@ -624,7 +632,7 @@ class DiskRows:
         row_file.is_changing = True
         slots, new_keys = row_file.assign(rows.keys)
         self._write(table, slots, new_keys, rows)
-        row_file.in_fast_tier[slots] = 0
+        row_file.is_in_fast_tier[slots] = 0
         row_file.is_changing = False
         return StoredRows.none(row_file.row_bytes)
 
@@ -671,7 +679,7 @@ class DiskRows:
         self._finish_commit()
         for t, rows_of_table in enumerate(fast_rows):
             row_file = self._row_file(t)
-            was_in_fast_tier = row_file.in_fast_tier.clone()
+            was_in_fast_tier = row_file.is_in_fast_tier.clone()
             for rows in rows_of_table:
                 was_in_fast_tier = self._write_fast_rows(
                     t, check_rows(self._tables[t], rows), was_in_fast_tier
@@ -684,7 +692,9 @@ class DiskRows:
         row_file = self._row_files[table]
         row_file.is_changing = True
         slots, new_keys = row_file.assign(rows.keys)
-        row_file.in_fast_tier[slots] = 1  # before the heads are written, which mark slots as used
+        row_file.is_in_fast_tier[slots] = (
+            1  # before the heads are written, which mark slots as used
+        )
         is_changed = row_file.is_changed(slots, rows)
         self._write(table, slots[is_changed], new_keys, rows.at(is_changed))
         row_file.is_changing = False
@@ -692,7 +702,7 @@ class DiskRows:
             was_in_fast_tier = torch.cat(
                 [
                     was_in_fast_tier,
-                    row_file.in_fast_tier.new_zeros(row_file.num_slots - len(was_in_fast_tier)),
+                    row_file.is_in_fast_tier.new_zeros(row_file.num_slots - len(was_in_fast_tier)),
                 ]
             )
         was_in_fast_tier[slots] = 0
@@ -712,7 +722,9 @@ class DiskRows:
                 row_file.flush()
             self._roots = [row_file.roots() for row_file in self._row_files]
             self._is_committing = True
-            self._write_store(self._commit_number + 1, [s.end_slot for s in self._row_files], note)
+            self._write_store(
+                self._commit_number + 1, [row_file.end_slot for row_file in self._row_files], note
+            )
             self._finish_commit()
 
     def _finish_commit(self) -> None:
@@ -743,8 +755,8 @@ class DiskRows:
         if pages.numel():
             self._journal.begin(self._commit_number)
             self._journal.blocks = self._blocks()
-            block = len(self._row_files) + 2 * table + kind  # see `_blocks`
-            for journaled_pages in self._journal.append(block, pages):
+            block_index = len(self._row_files) + 2 * table + kind  # see `_blocks`
+            for journaled_pages in self._journal.append(block_index, pages):
                 sums.note_journaled(journaled_pages)
 
     def close(self) -> None:

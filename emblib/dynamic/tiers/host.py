@@ -168,7 +168,7 @@ class HostRows:
         entries = torch.stack(rows[:3], dim=1)
         return StoredRows.from_entries(*self._put(table, rows.keys[:0], entries, rows.values))
 
-    def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
+    def exchange(self, table: int, lifted_keys: Tensor, entries: Tensor, values: Tensor) -> Tensor:
         """Call `lift`, then `put`, as one op; return the keys of the dropped rows, int64 `[k]`.
 
         A row that is put is dropped itself if it finds no row to evict, see `HostRows`.
@@ -178,21 +178,21 @@ class HostRows:
 
         Args:
             table: number of the table.
-            lifted: int64 `[m]`, the keys to remove; unknown ones are ignored.
+            lifted_keys: int64 `[m]`, the keys to remove; unknown ones are ignored.
             entries: int64 `[n, 3]`, keys, stamps and scores of the rows to put.
             values: uint8 `[n, row_bytes]`, these rows.
         """
-        return self._put(table, lifted, entries, values)[0][:, HashEntryColumn.KEY]
+        return self._put(table, lifted_keys, entries, values)[0][:, HashEntryColumn.KEY]
 
     def _put(
-        self, table: int, lifted: Tensor, entries: Tensor, values: Tensor
+        self, table: int, lifted_keys: Tensor, entries: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Remove `lifted`, then put rows; return entries and values of the dropped rows."""
+        """Remove `lifted_keys`, then put rows; return entries and values of the dropped rows."""
         index = self._index(table)
         index.versions.advance()  # since the op changes the index without its methods
         order = codes.HASH_ORDER[index.order]
         dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
-            index.tensors(), self._records[table], lifted, entries, values, order
+            index.tensors(), self._records[table], lifted_keys, entries, values, order
         )
         return dropped
 

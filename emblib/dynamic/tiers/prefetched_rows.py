@@ -193,9 +193,9 @@ class PrefetchedRows:
     def _apply_moves(self, moves: RowMoves) -> None:
         """Apply moves, and delete each from `moves` once it is made."""
         for t in list(moves.exchanged):
-            misses = moves.exchanged[t]
-            dropped = self.exchange(t, misses.promoted, misses.demoted, misses.demoted_rows)
-            moves.dropped.append((t, dropped))
+            swapped = moves.exchanged[t]
+            dropped_keys = self.exchange(t, swapped.promoted, swapped.demoted, swapped.demoted_rows)
+            moves.dropped.append((t, dropped_keys))
             del moves.exchanged[t]
         try:
             for t in list(moves.promoted):
@@ -224,15 +224,15 @@ class PrefetchedRows:
         if not rows.keys.numel():
             return
         try:
-            dropped = self.put(table, rows).keys
+            dropped_keys = self.put(table, rows).keys
         except OSError:
             raise
         except Exception as error:
             try:
-                dropped = self.put(table, rows).keys
+                dropped_keys = self.put(table, rows).keys
             except Exception:
                 raise error from None  # it names the cause, e.g. a full disk
-        moves.dropped.append((table, dropped))
+        moves.dropped.append((table, dropped_keys))
 
     def start_prefetch(self, table: int, keys: Tensor) -> None:
         """Have the thread prefetch the rows of keys, int64 `[n]` on the CPU.
@@ -240,12 +240,12 @@ class PrefetchedRows:
         Raises:
             Exception: the store raised it in an earlier prefetch; the new one is started anyway.
         """
-        finished = [future for future in self._prefetch_futures if future.done()]
+        finished_futures = [future for future in self._prefetch_futures if future.done()]
         self._prefetch_futures = [
-            future for future in self._prefetch_futures if future not in finished
+            future for future in self._prefetch_futures if future not in finished_futures
         ]
         self._prefetch_futures.append(self._submit(_prefetch_in_thread, table, keys))
-        _raise_first(finished)
+        _raise_first(finished_futures)
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
         """Call a function in the store's thread, with a weak reference to this object."""
@@ -322,22 +322,24 @@ class PrefetchedRows:
         blocks = (*self._unstored_blocks[table], *self._prefetched_blocks[table])
         if not blocks:
             return self.wrapped_store.read(table, keys)
-        remaining = torch.arange(
+        remaining_positions = torch.arange(
             keys.numel(), device="cpu"
         )  # positions whose keys are in no block so far
         found_blocks = []
         for rows in blocks:
-            found = match_keys(keys[remaining], rows)
-            found_blocks.append(FoundRows(remaining[found.positions], found.rows))
-            is_remaining = torch.ones_like(remaining, dtype=torch.bool)
-            is_remaining[found.positions] = False
-            remaining = remaining[is_remaining]
-        found = self.wrapped_store.read(table, keys[remaining])
-        found_blocks.append(FoundRows(remaining[found.positions], found.rows))
+            found_rows = match_keys(keys[remaining_positions], rows)
+            found_blocks.append(
+                FoundRows(remaining_positions[found_rows.positions], found_rows.rows)
+            )
+            is_remaining = torch.ones_like(remaining_positions, dtype=torch.bool)
+            is_remaining[found_rows.positions] = False
+            remaining_positions = remaining_positions[is_remaining]
+        found_rows = self.wrapped_store.read(table, keys[remaining_positions])
+        found_blocks.append(FoundRows(remaining_positions[found_rows.positions], found_rows.rows))
         rows = StoredRows.concatenate(
-            (found.rows for found in found_blocks), self._row_bytes[table]
+            (found_rows.rows for found_rows in found_blocks), self._row_bytes[table]
         )
-        return FoundRows(torch.cat([found.positions for found in found_blocks]), rows)
+        return FoundRows(torch.cat([found_rows.positions for found_rows in found_blocks]), rows)
 
     @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
@@ -350,10 +352,10 @@ class PrefetchedRows:
         """Add demoted rows; return the rows that were dropped for want of room; see `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
         self._drop_prefetched(table, rows.keys)
-        dropped = self.wrapped_store.put(table, rows)
+        dropped_rows = self.wrapped_store.put(table, rows)
         if self._unstored_blocks[table] or self._prefetched_blocks[table]:
-            self._drop_from_memory(table, torch.cat([rows.keys, dropped.keys]))
-        return dropped
+            self._drop_from_memory(table, torch.cat([rows.keys, dropped_rows.keys]))
+        return dropped_rows
 
     @_exclusive
     def exchange(

@@ -48,29 +48,29 @@ class SlotAllocator:
         # Slots do not depend on the hash key, so a random one is used.
         self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
         # The slot in the file by slot of the index, and the same memory as bytes.
-        self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
-        self._records = self._by_slot.view(torch.uint8).view(spec.rows, 8)
+        self._file_slots = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
+        self._records = self._file_slots.view(torch.uint8).view(spec.rows, 8)
         self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
 
     def _reserve(self, num_keys: int) -> None:
         """Move to a larger index if `num_keys` further keys would exceed the maximum load."""
-        wanted_slots = (self.size + num_keys) / _MAX_LOAD
-        capacity = self._by_slot.numel()
-        if wanted_slots <= capacity:
+        required_slots = (self.size + num_keys) / _MAX_LOAD
+        capacity = self._file_slots.numel()
+        if required_slots <= capacity:
             return
-        while capacity < wanted_slots:
+        while capacity < required_slots:
             capacity *= _GROWTH_FACTOR
         entries = self._index.export(0)
-        overflow = torch.tensor(
+        overflow_keys_and_slots = torch.tensor(
             [*self._overflow_keys.items()], dtype=torch.int64, device="cpu"
         ).view(-1, 2)
-        all_keys = torch.cat([entries.keys, overflow[:, 0]])
-        slots_of_keys = torch.cat([self._by_slot[entries.slots], overflow[:, 1]])
+        all_keys = torch.cat([entries.keys, overflow_keys_and_slots[:, 0]])
+        slots_of_keys = torch.cat([self._file_slots[entries.slots], overflow_keys_and_slots[:, 1]])
         self._make_index(capacity)
         self._insert_file_slots(all_keys, slots_of_keys)
 
     def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
-        memory.advise_growth(self._by_slot, 0, rows_before, rows)
+        memory.advise_growth(self._file_slots, 0, rows_before, rows)
 
     @property
     def size(self) -> int:
@@ -85,12 +85,12 @@ class SlotAllocator:
             is_hidden: uint8 by slot, nonzero for slots to return -1 for; None for none.
         """
         slots = self._index.find(Keys.from_ids(keys))
-        slots_of_keys: Tensor = pages.file_slots(slots, self._by_slot, is_hidden)
+        slots_of_keys: Tensor = pages.file_slots(slots, self._file_slots, is_hidden)
         if self._overflow_keys:
-            for i in (slots < 0).nonzero().view(-1).tolist():
-                slot = self._overflow_keys.get(int(keys[i]), -1)
+            for position in (slots < 0).nonzero().view(-1).tolist():
+                slot = self._overflow_keys.get(int(keys[position]), -1)
                 is_visible = slot >= 0 and (is_hidden is None or not is_hidden[slot])
-                slots_of_keys[i] = slot if is_visible else -1
+                slots_of_keys[position] = slot if is_visible else -1
         return slots_of_keys
 
     def add(self, keys: Tensor) -> Tensor:
@@ -110,14 +110,14 @@ class SlotAllocator:
 
     def _insert_file_slots(self, keys: Tensor, file_slots: Tensor) -> None:
         """Insert new keys with their slots in the file, int64 `[n]` each."""
-        rows = RowBuffers(
-            [self._by_slot], torch.tensor([[[0, 8]]], device="cpu"), self._advise_growth
+        row_buffers = RowBuffers(
+            [self._file_slots], torch.tensor([[[0, 8]]], device="cpu"), self._advise_growth
         )
-        slots = self._index.insert(Keys.from_ids(keys), rows=rows).slots
+        slots = self._index.insert(Keys.from_ids(keys), rows=row_buffers).slots
         no_values = self._records.new_empty(keys.numel(), 0)
         tiers.tier_write_(self._records, slots, file_slots, no_values)
-        lowest = int(slots.min()) if slots.numel() else 0
-        if lowest < 0:
+        lowest_slot = int(slots.min()) if slots.numel() else 0
+        if lowest_slot < 0:
             has_no_slot = slots < 0
             overflow_keys, overflow_slots = keys[has_no_slot], file_slots[has_no_slot]
             self._overflow_keys.update(

@@ -232,22 +232,24 @@ class SqliteRows:
         """Create the tables, or check existing ones and move the rows of `above_<t>` down."""
         run = self._run
         run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
-        saved = dict(run("SELECT name, value FROM emblib"))
-        checksum = saved.pop(_CHECKSUM, None)
-        is_unchecked = saved.get("format") == _FORMAT_WITHOUT_CHECKSUMS
-        if saved and not is_unchecked and self._verify is not Verify.OFF:
-            self._verify_entries(saved, checksum)
-        expected = {"format": _FORMAT, "byteorder": sys.byteorder}
-        expected |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
-        layout = {name: value for name, value in saved.items() if name != "note"}
-        saved_format = _FORMAT if is_unchecked else saved.get("format")
-        if layout and layout | {"format": saved_format} != expected:
+        saved_entries = dict(run("SELECT name, value FROM emblib"))
+        checksum = saved_entries.pop(_CHECKSUM, None)
+        is_unchecked = saved_entries.get("format") == _FORMAT_WITHOUT_CHECKSUMS
+        if saved_entries and not is_unchecked and self._verify is not Verify.OFF:
+            self._verify_entries(saved_entries, checksum)
+        expected_layout = {"format": _FORMAT, "byteorder": sys.byteorder}
+        expected_layout |= {
+            f"table {t}": f"{table.name} {table.row_bytes}" for t, table in enumerate(self._tables)
+        }
+        saved_layout = {name: value for name, value in saved_entries.items() if name != "note"}
+        saved_format = _FORMAT if is_unchecked else saved_entries.get("format")
+        if saved_layout and saved_layout | {"format": saved_format} != expected_layout:
             raise ValueError(
-                f"{self.path} holds tables of another layout: {layout}, asked for are {expected}; "
-                "name another file"
+                f"{self.path} holds tables of another layout: {saved_layout}, asked for are "
+                f"{expected_layout}; name another file"
             )
-        self.note = saved.get("note", "")
-        self._layout_entries = expected
+        self.note = saved_entries.get("note", "")
+        self._layout_entries = expected_layout
         self._write_entries(self.note)
         columns = (
             "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
@@ -264,9 +266,9 @@ class SqliteRows:
                 for _ in self.iterate(t):
                     pass
 
-    def _verify_entries(self, saved: dict[str, str], checksum: str | None) -> None:
+    def _verify_entries(self, saved_entries: dict[str, str], checksum: str | None) -> None:
         """Raise ChecksumError unless layout and note are as they were written."""
-        if checksum != str(json_checksum(saved)):
+        if checksum != str(json_checksum(saved_entries)):
             raise ChecksumError(
                 f"{self.path} is damaged: its layout and the numbers of the optimizer are not as "
                 "they were written; load a checkpoint into another file, or take them as they are "

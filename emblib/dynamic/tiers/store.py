@@ -70,9 +70,9 @@ class StoredRows(NamedTuple):
         """Return copies of the rows that a mask, bool `[n]`, or positions, int64, select."""
         return StoredRows(*(column[select] for column in self))
 
-    def split(self, size: int = BATCH) -> Iterator["StoredRows"]:
-        """Yield the rows as views, at most `size` at a time."""
-        for columns in zip(*(column.split(size) for column in self), strict=True):
+    def split(self, block_rows: int = BATCH) -> Iterator["StoredRows"]:
+        """Yield the rows as views, at most `block_rows` at a time."""
+        for columns in zip(*(column.split(block_rows) for column in self), strict=True):
             if columns[0].numel():
                 yield StoredRows(*columns)
 
