@@ -232,8 +232,8 @@ def check_keys(overrides: Sequence[str]) -> None:
     (Hydra ignores them), and lists without brackets.
     """
     choices = groups()
-    cases = _case_names(overrides)
-    type_of_key = _types_by_key(cases)
+    case_names = _case_names(overrides)
+    type_of_key = _types_by_key(case_names)
     for override in parse(overrides):
         text = override.input_line or ""
         if override.type is not None and override.is_delete():
@@ -275,9 +275,9 @@ def _check_list(key: str, override: Override) -> None:
     """Raise UsageError if the value of a list is written without brackets."""
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    if not all(isinstance(item, list) or str(item).startswith("${") for item in values):
-        typed = (override.input_line or "").partition("=")[2].replace("null", "")
-        raise UsageError(f"{key} is a list: write {key}=[{typed}]")
+    if not all(isinstance(entry, list) or str(entry).startswith("${") for entry in values):
+        typed_value = (override.input_line or "").partition("=")[2].replace("null", "")
+        raise UsageError(f"{key} is a list: write {key}=[{typed_value}]")
 
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
@@ -382,13 +382,13 @@ def check_values(config: Config) -> None:
     for prefix, point in points.items():
         _check_workload(prefix, point.workload)
         _check_point(prefix, point)
-        wanted = kind.arms.contenders
-        if prefix or wanted is not ContenderType.BOTH:  # such a kind measures only its cases
+        required_type = kind.arms.contenders
+        if prefix or required_type is not ContenderType.BOTH:  # such a kind measures only its cases
             if point.keys.loads:
-                wanted = ContenderType.KEYED
-            elif wanted is ContenderType.BOTH:
-                wanted = ContenderType.BAGS
-            check_contender_types(prefix, point.contenders, wanted)
+                required_type = ContenderType.KEYED
+            elif required_type is ContenderType.BOTH:
+                required_type = ContenderType.BAGS
+            check_contender_types(prefix, point.contenders, required_type)
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
         optional_arms = point_kind.arms.optional_arms if point_kind else ()
         for name in point.contenders:
@@ -487,12 +487,12 @@ def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[st
             raise UsageError(f"{prefix}options: kind={kind.name} has none, got {list(options)}")
         return {}
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(kind.options), options)
+        merged_options = OmegaConf.merge(OmegaConf.structured(kind.options), options)
     except OmegaConfBaseException as error:
         raise UsageError(f"{prefix}options.{_error_in_one_line(error)}") from error
-    completed = cast(dict[str, Any], OmegaConf.to_container(merged))
-    kind.check_options(completed, prefix)
-    return completed
+    all_options = cast(dict[str, Any], OmegaConf.to_container(merged_options))
+    kind.check_options(all_options, prefix)
+    return all_options
 
 
 def _check_point(prefix: str, point: Config | CaseConfig) -> None:

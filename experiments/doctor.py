@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; return 1 if one is broken, else 0."""
     results = [result for section, check in CHECKS.items() for result in run_check(section, check)]
     if arguments.json:
-        broken = [result.what for result in results if result.state is State.broken]
-        report = {"broken": broken, "findings": [asdict(result) for result in results]}
+        broken_names = [result.what for result in results if result.state is State.broken]
+        report = {"broken": broken_names, "findings": [asdict(result) for result in results]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         show(results)
@@ -193,19 +193,19 @@ def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult
         cpu_flags: instruction sets of the CPU, as Linux names them.
         isa_limit: value of EMBLIB_ISA, which limits the kernels; None if it is not set.
     """
-    best = next(
+    best_isa = next(
         (name for name, function in INSTRUCTIONS.items() if function <= cpu_flags), "baseline"
     )
     isa_order = ["baseline", *reversed(INSTRUCTIONS)]
     if isa_limit is None:
-        return CheckResult("CPU kernels", f"{best}, the best that this CPU has")
+        return CheckResult("CPU kernels", f"{best_isa}, the best that this CPU has")
     if isa_limit not in isa_order:
         message = f"EMBLIB_ISA={isa_limit} is none of {', '.join(isa_order)}"
         return CheckResult("CPU kernels", message, State.broken, "unset EMBLIB_ISA")
-    isa = min(best, isa_limit, key=isa_order.index)
-    if isa == best:
+    isa = min(best_isa, isa_limit, key=isa_order.index)
+    if isa == best_isa:
         return CheckResult("CPU kernels", f"{isa}, as EMBLIB_ISA={isa_limit} allows")
-    message = f"{isa} for EMBLIB_ISA={isa_limit}, though this CPU has {best}"
+    message = f"{isa} for EMBLIB_ISA={isa_limit}, though this CPU has {best_isa}"
     return CheckResult("CPU kernels", message, State.note, "unset EMBLIB_ISA for full speed")
 
 

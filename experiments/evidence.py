@@ -152,9 +152,9 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
             print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
             exit_status = 1
         elif not smoke:
-            stored = folder if part.program else keep_run(part.name)
-            (stored / STATE).write_text(json.dumps(state, indent=1) + "\n")
-            print(f"kept {os.path.relpath(stored, ROOT)}")
+            stored_folder = folder if part.program else keep_run(part.name)
+            (stored_folder / STATE).write_text(json.dumps(state, indent=1) + "\n")
+            print(f"kept {os.path.relpath(stored_folder, ROOT)}")
     return exit_status
 
 

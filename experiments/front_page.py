@@ -51,13 +51,13 @@ def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
 
     Ratios are paired by round: a `Summary` has their median and its 95 % interval.
     """
-    measured = {}
+    ratio_by_key = {}
     for row in _reference_rows(folder, "cpu_peers"):
         if row["peer"] == "fbgemm":
             pairs = zip(row["samples"]["peer"], row["samples"]["emblib"], strict=True)
             key = row["phase"], row["variant"], row["optimizer"], row["case"], row["threads"]
-            measured[key] = summarise([peer / emblib for peer, emblib in pairs])
-    return measured
+            ratio_by_key[key] = summarise([peer / emblib for peer, emblib in pairs])
+    return ratio_by_key
 
 
 def _reference_rows(folder: Path, program: str) -> list[dict[str, Any]]:
@@ -124,8 +124,10 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         work, column = (row["pass"], row["dtype"]), (row["peer"], row["threads"])
         cells.setdefault((work, column), []).append(row)
-    measured = {column for _, column in cells}
-    columns = {column: head for column, head in MATRIX_COLUMNS.items() if column in measured}
+    measured_columns = {column for _, column in cells}
+    columns = {
+        column: head for column, head in MATRIX_COLUMNS.items() if column in measured_columns
+    }
     table = [
         [title, *(_matrix_cell(cells.get((work, column), [])) for column in columns)]
         for work, title in TITLE_OF_MATRIX_WORK.items()
@@ -134,8 +136,8 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for work, title in TITLE_OF_MATRIX_WORK.items():
         for column, head in columns.items():
             slower_rows = [row for row in cells.get((work, column), []) if _median(row) < 1]
-            listed = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in slower_rows)
-            slower += [f"- {title}; {head}: {listed}"] * bool(slower_rows)
+            listed_shapes = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in slower_rows)
+            slower += [f"- {title}; {head}: {listed_shapes}"] * bool(slower_rows)
     return "\n".join(
         [
             markdown_table(["peer's time ÷ emblib's", *columns.values()], table),

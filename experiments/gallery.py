@@ -43,7 +43,7 @@ def reports(folder: Path) -> pd.DataFrame:
 def _report(directory: Path) -> dict[str, Any]:
     """Return the entry of a run's report in the gallery."""
     try:
-        info, environment = (
+        run_info, environment = (
             read_json(directory, f"{name}.json") for name in ("run", "environment")
         )
     except ValueError as error:
@@ -53,8 +53,8 @@ def _report(directory: Path) -> dict[str, Any]:
     answer_line = next((line for line in lines if line.startswith("**")), "")
     return {
         "directory": directory,
-        "experiment": str(info.get("experiment")),
-        "status": str(info.get("status")),
+        "experiment": str(run_info.get("experiment")),
+        "status": str(run_info.get("status")),
         "answer": answer_line.partition("**")[2].partition("**")[0],
         "device": str(environment.get("device")),
         "measured": str(environment.get("time_utc")),

@@ -282,9 +282,9 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
     on_this_machine = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
-    allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if on_this_machine else {}
+    gpu_variable = {GPUS: ",".join(s.visible for s in list_gpus())} if on_this_machine else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    os.environ |= {**allowed, "PYTHONPATH": path}  # for the launcher's processes
+    os.environ |= {**gpu_variable, "PYTHONPATH": path}  # for the launcher's processes
     sys.argv = ["run.py", "-m", *words]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)()
@@ -307,8 +307,8 @@ def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
         settings["hydra.launcher.n_jobs"] = str(max(1, len(list_gpus())))
     if plan.launcher == "submitit_local":
         settings["hydra.launcher.timeout_min"] = str(TIMEOUT_MINUTES)
-    typed = {word.lstrip("+").partition("=")[0] for word in plan.hydra_words}
-    return [f"{key}={value}" for key, value in settings.items() if key not in typed]
+    typed_keys = {word.lstrip("+").partition("=")[0] for word in plan.hydra_words}
+    return [f"{key}={value}" for key, value in settings.items() if key not in typed_keys]
 
 
 # A job, in the process that the launcher has started

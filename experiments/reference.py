@@ -94,11 +94,11 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
         UsageError: the run is damaged, a smoke run or itself the stored reference, or did not
             finish.
     """
-    measured = Run.read(run_directory)
-    if measured.is_smoke or measured.info.get("status") != "finished":
+    run = Run.read(run_directory)
+    if run.is_smoke or run.info.get("status") != "finished":
         raise UsageError(f"{run_directory}: only a finished run at full size can be a reference")
-    device = evidence.device_folder(str(measured.environment["device"]))
-    target = folder / device / folder_name(measured.config.name)
+    device = evidence.device_folder(str(run.environment["device"]))
+    target = folder / device / folder_name(run.config.name)
     if target.resolve() == run_directory.resolve():
         raise UsageError(f"{run_directory} is the stored reference itself")
     if target.exists():
@@ -120,10 +120,10 @@ def results_block(folder: Path = REFERENCE) -> str:
     """
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
-        measured = Run.read(path)
-        lines = measured.kind.readme_lines(measured, _what_ran(measured, path), _link(path))
+        run = Run.read(path)
+        lines = run.kind.readme_lines(run, _what_ran(run, path), _link(path))
         if lines is None:
-            answers.append(_answer_line(measured, path))
+            answers.append(_answer_line(run, path))
         else:
             blocks.append("\n".join(lines))
     blocks += ["\n".join(answers)] if answers else []
@@ -132,19 +132,19 @@ def results_block(folder: Path = REFERENCE) -> str:
     )
 
 
-def _what_ran(measured: Run, path: Path) -> str:
-    environment, stored = measured.environment, evidence.StoredEvidence.read(path)
-    state = f"; {evidence.describe_load(stored.state)}" if stored.state else ""
+def _what_ran(run: Run, path: Path) -> str:
+    environment, stored_evidence = run.environment, evidence.StoredEvidence.read(path)
+    state = f"; {evidence.describe_load(stored_evidence.state)}" if stored_evidence.state else ""
     return (
         f"`{environment['command']}` on {environment['device']} "
-        f"(torch {environment['torch']}, {stored.age()}{state})"
+        f"(torch {environment['torch']}, {stored_evidence.age()}{state})"
     )
 
 
-def _answer_line(measured: Run, path: Path) -> str:
+def _answer_line(run: Run, path: Path) -> str:
     """Return a line with the answer of a run, the bold sentence of its report."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
-    return f"- {_what_ran(measured, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
+    return f"- {_what_ran(run, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
 
 def _link(path: Path) -> str:

@@ -91,8 +91,10 @@ def _read_series(path: Path) -> pd.DataFrame:
             columns, *lines = [*csv.reader(file)] or [[]]
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
-    if missing := sorted(_NEEDED_COLUMNS - set(columns)):
-        raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
+    if missing_columns := sorted(_NEEDED_COLUMNS - set(columns)):
+        raise UsageError(
+            f"{path} is not a series of table statistics: no columns {missing_columns}"
+        )
     # A line that a process left unfinished lacks fields, unless the process ended in the last one.
     whole_lines = [line for line in lines if len(line) == len(columns)]
     return pd.DataFrame(whole_lines, columns=columns)
@@ -140,7 +142,10 @@ def figure(snapshots: dict[str, pd.DataFrame]) -> Figure:
 def _styles(snapshots: dict[str, pd.DataFrame]) -> dict[str, tuple[str, str]]:
     """Return the colour and the marker of each table, in the order of the tables."""
     styles = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False)
-    return {name: (COLOURS[c], m) for name, (c, m) in zip(snapshots, styles, strict=False)}
+    return {
+        name: (COLOURS[colour], marker)
+        for name, (colour, marker) in zip(snapshots, styles, strict=False)
+    }
 
 
 def _increments(rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
@@ -189,9 +194,9 @@ def _ages(snapshots: dict[str, pd.DataFrame]) -> list[Curve]:
     for name, (colour, marker) in _styles(snapshots).items():
         rows = snapshots[name]
         columns = [str(c) for c in rows if str(c).startswith(_AGE_PREFIX)]
-        counted = _increments(rows, columns)
-        counted.iloc[0] = rows[columns].iloc[0]  # counted before the first snapshot
-        bins = {c.removeprefix(_AGE_PREFIX): counted[c].sum(min_count=1) for c in columns}
+        age_counts = _increments(rows, columns)
+        age_counts.iloc[0] = rows[columns].iloc[0]  # counted before the first snapshot
+        bins = {c.removeprefix(_AGE_PREFIX): age_counts[c].sum(min_count=1) for c in columns}
         known_bins = {bound: n for bound, n in bins.items() if not math.isnan(n)}
         counts = {float(bound): n for bound, n in known_bins.items() if bound != "+Inf"}
         used_bounds = [bound for bound, n in counts.items() if n > 0]

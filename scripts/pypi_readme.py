@@ -23,11 +23,11 @@ def make_links_absolute(text: str, repository: str, tag: str) -> str:
 
     `repository` is its address on GitHub. Links to headings and to other sites stay as they are.
     """
-    raw = repository.replace("https://github.com/", "https://raw.githubusercontent.com/")
+    raw_repository = repository.replace("https://github.com/", "https://raw.githubusercontent.com/")
 
     def replace_link(link: re.Match[str]) -> str:
         link_text = _LINK.sub(replace_link, link[2])  # an image may be the text of a link
-        base = f"{raw}/{tag}" if link[1] else f"{repository}/blob/{tag}"
+        base = f"{raw_repository}/{tag}" if link[1] else f"{repository}/blob/{tag}"
         return f"{link[1]}[{link_text}]({base}/{link[3]})"
 
     return _LINK.sub(replace_link, text)

@@ -28,20 +28,20 @@ def main(words: list[str]) -> None:
     seconds = 0
     if words[:1] == ["--seconds"]:
         seconds, words = int(words[1]), words[2:]
-    named = [str(Path(name).resolve().relative_to(ROOT)) for name in words]
+    source_files = [str(Path(name).resolve().relative_to(ROOT)) for name in words]
     test_files: set[str] = set()
-    for name in named or changed_files():
+    for name in source_files or changed_files():
         tests = tests_of(name)
-        if named and not (ROOT / name).exists():
+        if source_files and not (ROOT / name).exists():
             sys.exit(f"tests_of: {name} does not exist")
-        if named and not tests:
+        if source_files and not tests:
             sys.exit(f"tests_of: no test file mirrors, imports or names {name}")
         test_files |= tests
-    chosen = shortest_tests(seconds, test_files) if seconds else test_files
-    if test_files - chosen:
-        others = " ".join(sorted(test_files - chosen))
-        print(f"tests_of: beyond {seconds} s, so left to make test: {others}", file=sys.stderr)
-    print("\n".join(sorted(chosen)))
+    chosen_tests = shortest_tests(seconds, test_files) if seconds else test_files
+    if test_files - chosen_tests:
+        other_tests = " ".join(sorted(test_files - chosen_tests))
+        print(f"tests_of: beyond {seconds} s, so left to make test: {other_tests}", file=sys.stderr)
+    print("\n".join(sorted(chosen_tests)))
 
 
 def shortest_tests(seconds: int, tests: set[str]) -> set[str]:
@@ -52,23 +52,23 @@ def shortest_tests(seconds: int, tests: set[str]) -> set[str]:
     sys.path.insert(0, str(ROOT))
     from tests.whole_files import LONG
 
-    total, chosen = 0, set()
+    total_seconds, chosen_tests = 0, set()
     for cost, test in sorted(
         (LONG.get(test.removeprefix("tests/"), USUAL_SECONDS), test) for test in tests
     ):
-        total += cost
-        if total > seconds:
+        total_seconds += cost
+        if total_seconds > seconds:
             break
-        chosen.add(test)
-    return chosen
+        chosen_tests.add(test)
+    return chosen_tests
 
 
 def changed_files() -> list[str]:
     """Return the files that differ from the last commit, else those of the last commit."""
-    changed = _git("diff", "--name-only", "HEAD") + _git(
+    file_names = _git("diff", "--name-only", "HEAD") + _git(
         "ls-files", "--others", "--exclude-standard"
     )
-    return changed or _git("diff", "--name-only", "HEAD~1", "HEAD")
+    return file_names or _git("diff", "--name-only", "HEAD~1", "HEAD")
 
 
 def tests_of(name: str) -> set[str]:

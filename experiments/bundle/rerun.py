@@ -63,20 +63,20 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     check_preset(preset)
     configure.register()
     try:
-        packed = read_config(path)
-        folder_name(packed.name)
+        packed_config = read_config(path)
+        folder_name(packed_config.name)
     except (UsageError, ValueError) as error:
         raise BundleError(f"its configuration: {error}") from error
-    packed.report.folder = str(folder)
-    packed.rerun = Rerun.all.value
+    packed_config.report.folder = str(folder)
+    packed_config.rerun = Rerun.all.value
     if preset:
         source = CONF / "timing" / f"{preset}.yaml"
-        pool = packed.timing.pool  # not the preset's: other batches would be other work
-        packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
+        pool = packed_config.timing.pool  # not the preset's: other batches would be other work
+        packed_config.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
-        assert isinstance(merged, DictConfig)
-        return configure.to_config(merged)
+        merged_config = OmegaConf.merge(OmegaConf.structured(Config), packed_config)
+        assert isinstance(merged_config, DictConfig)
+        return configure.to_config(merged_config)
     except (OmegaConfBaseException, UsageError) as error:
         raise BundleError(
             f"this version of the harness cannot run it: {str(error).splitlines()[0]}. Use the "

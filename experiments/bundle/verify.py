@@ -351,10 +351,10 @@ def compare_tables(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[st
             num_compared += isinstance(old, (int, float))
             if not _is_equal(old, new):
                 differences.append(f"row {row + 1}, {column}: {old}, but the samples give {new}")
-    listed = differences[:MAX_LISTED]
+    shown_differences = differences[:MAX_LISTED]
     if len(differences) > MAX_LISTED:
-        listed.append(f"and {len(differences) - MAX_LISTED} more")
-    return listed, num_compared
+        shown_differences.append(f"and {len(differences) - MAX_LISTED} more")
+    return shown_differences, num_compared
 
 
 def _is_equal(old: Any, new: Any) -> bool:

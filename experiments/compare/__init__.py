@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name} is out of date: run `{pages.COMMAND} write`")
             return 1
         return 0
-    resolved = [path.resolve() for path in arguments.runs]
-    if repeated := [path for path, n in Counter(resolved).items() if n > 1]:
-        raise UsageError(f"{repeated[0]} is named twice: a run is compared with other runs")
+    resolved_paths = [path.resolve() for path in arguments.runs]
+    if repeated_paths := [path for path, n in Counter(resolved_paths).items() if n > 1]:
+        raise UsageError(f"{repeated_paths[0]} is named twice: a run is compared with other runs")
     run_words = " ".join(
         str(path) if machines.is_remote(path) else os.path.relpath(path) for path in arguments.runs
     )

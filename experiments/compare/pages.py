@@ -62,11 +62,11 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     store = RunStore(target.resolve())
     store.write("compare.csv", comparison.points.to_csv(index=False))
     report = page_of(comparison, command)
-    written = document.write(store.path, report)
+    files = document.write(store.path, report)
     for notice in report.notices:
         print(notice.text)
     print("\n" + " ".join(report.answer))
-    return written
+    return files
 
 
 def page_of(comparison: Comparison, command: str) -> Page:

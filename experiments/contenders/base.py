@@ -149,9 +149,9 @@ class Contender(ABC):
         ):
             indices, offsets = batch.feature(table)
             leaf = rows.clone().requires_grad_()
-            pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
-            (gradient,) = torch.autograd.grad(pooled, leaf, gradients[table])
-            outputs.append(pooled.detach())
+            output = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
+            (gradient,) = torch.autograd.grad(output, leaf, gradients[table])
+            outputs.append(output.detach())
             expected_state.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
         return torch.cat(outputs, dim=1), expected_state
 

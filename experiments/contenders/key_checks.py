@@ -32,49 +32,59 @@ def verify_key_table(table: KeyTable, space: KeySpace, present_keys: Tensor) -> 
         WrongResult: an operation returned a wrong result; the first one is named.
     """
     num_checked = min(CHECKED_KEYS, len(present_keys))
-    present = present_keys[torch.linspace(0, len(present_keys) - 1, num_checked).long()]
+    checked_keys = present_keys[torch.linspace(0, len(present_keys) - 1, num_checked).long()]
     # An eighth as many as the present keys, so that inserting them evicts few.
-    absent = space.key_range(FIRST_ABSENT, max(1, len(present) // 8))
-    keys = torch.cat([present, absent, present[:3]])
+    absent_keys = space.key_range(FIRST_ABSENT, max(1, len(checked_keys) // 8))
+    keys = torch.cat([checked_keys, absent_keys, checked_keys[:3]])
     if table.is_ceiling:
         positions = table.prepare(keys, values_of(keys, 0))
         if not torch.equal(table.find_slots(positions) * WORDS_PER_LINE, positions):
             raise WrongResult("find_slots: a line does not hold its own number")
         return
-    _check_slots(table, "find_slots", keys, len(present), len(absent))
+    _check_slots(table, "find_slots", keys, len(checked_keys), len(absent_keys))
     if "find" in table.operations:
-        _check_values(table, "find", present, values_of(present, table.task.dim))
+        _check_values(table, "find", checked_keys, values_of(checked_keys, table.task.dim))
     if "find_or_insert_slots" in table.operations:
-        keys_with_repeats = torch.cat([present, present[:3]])
-        _check_slots(table, "find_or_insert_slots", keys_with_repeats, len(present), 0)
+        keys_with_repeats = torch.cat([checked_keys, checked_keys[:3]])
+        _check_slots(table, "find_or_insert_slots", keys_with_repeats, len(checked_keys), 0)
     if table.has_erase:
-        _check_inserts(table, absent, present)
+        _check_inserts(table, absent_keys, checked_keys)
 
 
-def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
+def _check_inserts(table: KeyTable, absent_keys: Tensor, checked_keys: Tensor) -> None:
     """Check the operations that insert keys, and `erase`; keys are int64 `[n]` on the host."""
     dim = table.task.dim
     if "find_or_insert" in table.operations:
         # First of all, because inserting absent keys may evict present ones.
         _check_values(
-            table, "find_or_insert", present, values_of(present, dim), passes_other_values=True
+            table,
+            "find_or_insert",
+            checked_keys,
+            values_of(checked_keys, dim),
+            passes_other_values=True,
         )
-        _check_values(table, "find_or_insert", absent, values_of(absent, dim))
+        _check_values(table, "find_or_insert", absent_keys, values_of(absent_keys, dim))
         _check_values(
-            table, "find_or_insert", absent, values_of(absent, dim), passes_other_values=True
+            table,
+            "find_or_insert",
+            absent_keys,
+            values_of(absent_keys, dim),
+            passes_other_values=True,
         )
-        _check_values(table, "find", absent, values_of(absent, dim))
+        _check_values(table, "find", absent_keys, values_of(absent_keys, dim))
     if "insert_or_assign" in table.operations:
-        table.insert_or_assign(table.prepare(absent, -values_of(absent, dim)))
-        _check_values(table, "find", absent, -values_of(absent, dim))
+        table.insert_or_assign(table.prepare(absent_keys, -values_of(absent_keys, dim)))
+        _check_values(table, "find", absent_keys, -values_of(absent_keys, dim))
     if "insert_and_evict" in table.operations:
-        evicted = table.insert_and_evict(table.prepare(absent, values_of(absent, dim))).cpu()
-        _check_values(table, "find", absent, values_of(absent, dim))
+        evicted = table.insert_and_evict(
+            table.prepare(absent_keys, values_of(absent_keys, dim))
+        ).cpu()
+        _check_values(table, "find", absent_keys, values_of(absent_keys, dim))
         slots = _result_of(table, "find_slots", evicted)
         if len(evicted) and (slots != table.absent).any():
             raise WrongResult("insert_and_evict: a key that it reports as evicted is still present")
-    table.erase(absent.to(table.task.device))
-    if (_result_of(table, "find_slots", absent) != table.absent).any():
+    table.erase(absent_keys.to(table.task.device))
+    if (_result_of(table, "find_slots", absent_keys) != table.absent).any():
         raise WrongResult("erase: a key is still present")
 
 
@@ -94,15 +104,15 @@ def _check_slots(
     slots = _result_of(table, operation, keys)
     if slots.shape != keys.shape:
         raise WrongResult(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
-    present = slots[:num_present]
-    if (present == table.absent).any():
+    present_slots = slots[:num_present]
+    if (present_slots == table.absent).any():
         raise WrongResult(f"{operation}: a present key is not found")
-    if len(present.unique()) < num_present:
+    if len(present_slots.unique()) < num_present:
         raise WrongResult(f"{operation}: two keys have one slot")
     if (slots[num_present : num_present + num_absent] != table.absent).any():
         raise WrongResult(f"{operation}: an absent key is found")
     repeated_slots = slots[num_present + num_absent :]
-    if not torch.equal(repeated_slots, present[: len(repeated_slots)]):
+    if not torch.equal(repeated_slots, present_slots[: len(repeated_slots)]):
         raise WrongResult(f"{operation}: a repeated key has two slots")
 
 
@@ -110,16 +120,16 @@ def _check_values(
     table: KeyTable,
     operation: str,
     keys: Tensor,
-    expected: Tensor,
+    expected_values: Tensor,
     *,
     passes_other_values: bool = False,
 ) -> None:
-    """Check that an operation returns `expected`.
+    """Check that an operation returns `expected_values`.
 
-    `expected` is float32 `[len(keys), dim]`. With `passes_other_values` the call passes other
-    values; keys, which are all present, must keep their own.
+    `expected_values` is float32 `[len(keys), dim]`. With `passes_other_values` the call passes
+    other values; keys, which are all present, must keep their own.
     """
-    passed = expected + 1 if passes_other_values else expected
-    actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))
-    if not torch.equal(actual.cpu(), expected):
+    passed_values = expected_values + 1 if passes_other_values else expected_values
+    actual_values: Tensor = getattr(table, operation)(table.prepare(keys, passed_values))
+    if not torch.equal(actual_values.cpu(), expected_values):
         raise WrongResult(f"{operation}: values differ from the inserted ones")

@@ -167,9 +167,9 @@ def entries() -> dict[str, Entry]:
     Raises:
         RegistryError: a file is missing or wrong.
     """
-    extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
+    extra_folders = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
     torch = find_installed("torch")
-    folders = (THIS_FOLDER, *(Path(folder) for folder in extra if folder))
+    folders = (THIS_FOLDER, *(Path(folder) for folder in extra_folders if folder))
     return _read_entries(folders, torch[1] if torch else "")
 
 
@@ -297,11 +297,15 @@ def _fill_versions(
 
 def _nearest_release(releases: Sequence[str], version: str) -> str:
     """Return the newest release up to `version`, else the oldest; for "" return the newest."""
-    ordered = sorted(releases, key=_version_numbers)
-    wanted_numbers = _version_numbers(version) or (math.inf,)
+    ordered_releases = sorted(releases, key=_version_numbers)
+    version_numbers = _version_numbers(version) or (math.inf,)
     return next(
-        (release for release in reversed(ordered) if _version_numbers(release) <= wanted_numbers),
-        ordered[0],
+        (
+            release
+            for release in reversed(ordered_releases)
+            if _version_numbers(release) <= version_numbers
+        ),
+        ordered_releases[0],
     )
 
 

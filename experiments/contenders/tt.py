@@ -182,9 +182,9 @@ def expect_tt(
         leaves = [core.clone().requires_grad_() for core in remaining_cores[:num_cores]]
         remaining_cores = remaining_cores[num_cores:]
         indices, offsets = batch.feature(table)
-        pooled = pool_rows(rows_of_ids(leaves, indices, spec), torch.arange(len(indices)), offsets)
-        outputs.append(pooled.detach())
-        gradients_of_cores = torch.autograd.grad(pooled, leaves, gradients[table])
+        output = pool_rows(rows_of_ids(leaves, indices, spec), torch.arange(len(indices)), offsets)
+        outputs.append(output.detach())
+        gradients_of_cores = torch.autograd.grad(output, leaves, gradients[table])
         expected_cores += [
             first_update(task.optimizer, core.detach(), core_gradient, task.lr)
             for core, core_gradient in zip(leaves, gradients_of_cores, strict=True)

@@ -93,8 +93,10 @@ def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
                 process.kill()
                 process.wait()
     names = [point.name for point in setup.points]
-    uncounted = [name for name in names if len(counts.get(name, {})) < len(folders)]
-    reason = f"not every side could build {', '.join(uncounted)} under valgrind" * bool(uncounted)
+    uncounted_names = [name for name in names if len(counts.get(name, {})) < len(folders)]
+    reason = f"not every side could build {', '.join(uncounted_names)} under valgrind" * bool(
+        uncounted_names
+    )
     return counts, reason
 
 

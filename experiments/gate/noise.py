@@ -134,8 +134,8 @@ def _floor_of_killed(path: Path) -> dict[str, Any]:
     trial = Trial()
     for record in read_records(path):
         trial.add_record(record)
-    stored = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
-    config = cast(Config, OmegaConf.to_object(stored))
+    stored_config = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
+    config = cast(Config, OmegaConf.to_object(stored_config))
     environment = read_json(path, "environment.json")
     return setup.noise_floor_content(environment, config, trial.evidence.first, "")
 

@@ -173,10 +173,10 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
         headline = worst.point
         if worst.state == "SLOWER":
             headline += f", {_format_effect(worst)}"
-        others = ""
+        others_note = ""
         if len(regressions) > 1:
-            others = f" and {text.count(len(regressions) - 1, 'other point')}"
-        return f"{revisions} is worse at {headline}{others}."
+            others_note = f" and {text.count(len(regressions) - 1, 'other point')}"
+        return f"{revisions} is worse at {headline}{others_note}."
     failures = findings.in_states("MISSING", "FAILED")
     if failures:
         return f"{revisions}: {text.count(len(failures), 'point')} failed."
@@ -186,8 +186,8 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     num_faster = len(findings.in_states("FASTER"))
     faster_note = f", {text.count(num_faster, 'point')} faster" if num_faster else ""
     unsure_note = f"; unsure of {num_unsure} of {num_compared}" if num_unsure else ""
-    compared = text.count(num_compared, "point")
-    return f"{revisions}: no slowdown was found at {compared}{faster_note}{unsure_note}."
+    compared_points = text.count(num_compared, "point")
+    return f"{revisions}: no slowdown was found at {compared_points}{faster_note}{unsure_note}."
 
 
 def _format_effect(finding: PointFinding) -> str:
@@ -296,8 +296,8 @@ def effect_row(
 
 def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
     """Return the figure of all ratios with their margins, largest first; [] without a verdict."""
-    compared = [(finding, finding.ruling) for finding in findings if finding.ruling]
-    compared.sort(key=lambda finding: -finding[1].effect.ratio)
+    compared_findings = [(finding, finding.ruling) for finding in findings if finding.ruling]
+    compared_findings.sort(key=lambda finding: -finding[1].effect.ratio)
     rows = [
         effect_row(
             f"{finding.point} · {finding.state}",
@@ -306,7 +306,7 @@ def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
             colour=STATE_COLOURS.get(finding.state, COLOURS["tbe"]),
             is_hollow=finding.state not in STATE_COLOURS,
         )
-        for finding, ruling in compared
+        for finding, ruling in compared_findings
     ]
     if not rows:
         return []

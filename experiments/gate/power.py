@@ -112,10 +112,12 @@ def completed_outcomes(path: Path) -> list[dict[str, Any]]:
         return []
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
-    completed = [trial for trial in trials if next_request(names, trial.evidence, rules) is None]
+    completed_trials = [
+        trial for trial in trials if next_request(names, trial.evidence, rules) is None
+    ]
     return [
         trial_outcome(trial, names, rules)
-        for trial in sorted(completed, key=lambda trial: trial.number)
+        for trial in sorted(completed_trials, key=lambda trial: trial.number)
     ]
 
 
@@ -272,12 +274,12 @@ UNCHANGED_COLOUR, SLOWED_COLOUR = COLOURS["tbe"], COLOURS["tt"]
 
 def write(path: Path) -> str:
     """Write power.json, run.json and the page of a run from its stored pairs; return the answer."""
-    store, trials, info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
+    store, trials, run_info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})
-    store.write_json("run.json", {"experiment": "gate_power", **info, "trials": len(trials)})
+    store.write_json("run.json", {"experiment": "gate_power", **run_info, "trials": len(trials)})
     answer = sentence(rates, trials)
-    document.write(path, _page(path, answer, rates, trials, info))
+    document.write(path, _page(path, answer, rates, trials, run_info))
     return answer
 
 
@@ -292,8 +294,8 @@ def sentence(rates: Rates, trials: Sequence[Outcome]) -> str:
             f"{format_rate(rates['false_alarms'])} gates of unchanged code raised an alarm"
         )
     if rates["caught"]["of"]:
-        caught = format_rate(rates["caught"])
-        clauses.append(f"points slowed by {100 * (slow - 1):.3g} % were caught in {caught}")
+        caught_share = format_rate(rates["caught"])
+        clauses.append(f"points slowed by {100 * (slow - 1):.3g} % were caught in {caught_share}")
     return "; ".join(clauses) + "."
 
 

@@ -124,20 +124,22 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     points = [point for point in points if point not in evidence.lost_points]
     first = {point: evidence.first.get(point, []) for point in points}
     # 1. The first set, of every point.
-    if incomplete := [point for point in points if len(first[point]) < rules.pairs]:
-        return Request(Stage.first, tuple(incomplete))
+    if incomplete_points := [point for point in points if len(first[point]) < rules.pairs]:
+        return Request(Stage.first, tuple(incomplete_points))
     # 2. More pairs of the first set, of points that are unsure.
     verdicts = {point: _verdict(first[point], rules.margins[point]) for point in points}
     max_first_pairs = rules.max_pairs if rules.pairs >= statistics.MIN_PROCESSES else 0
-    unsure = [point for point in points if verdicts[point] is Verdict.UNSURE]
-    if extensible := [point for point in unsure if len(first[point]) < max_first_pairs]:
-        return Request(Stage.first, tuple(extensible))
+    unsure_points = [point for point in points if verdicts[point] is Verdict.UNSURE]
+    if extensible_points := [
+        point for point in unsure_points if len(first[point]) < max_first_pairs
+    ]:
+        return Request(Stage.first, tuple(extensible_points))
     # 3. The second set, of points that look slower or faster.
-    changed = [point for point in points if verdicts[point] in CHANGES]
-    unconfirmed = [
-        point for point in changed if len(evidence.second.get(point, [])) < len(first[point])
+    changed_points = [point for point in points if verdicts[point] in CHANGES]
+    unconfirmed_points = [
+        point for point in changed_points if len(evidence.second.get(point, [])) < len(first[point])
     ]
-    return Request(Stage.second, tuple(unconfirmed)) if unconfirmed else None
+    return Request(Stage.second, tuple(unconfirmed_points)) if unconfirmed_points else None
 
 
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
@@ -153,16 +155,17 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     screened = {
         point: _verdict(evidence.first[point], rules.margins[point]) for point in measured_points
     }
-    confirmable = [
+    confirmable_points = [
         point
         for point in measured_points
         if screened[point] in CHANGES and evidence.second.get(point)
     ]
     sign = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
     p_values = [
-        statistics.p_value(evidence.second[point], sign[screened[point]]) for point in confirmable
+        statistics.p_value(evidence.second[point], sign[screened[point]])
+        for point in confirmable_points
     ]
-    adjusted_p = dict(zip(confirmable, statistics.adjust_by_holm(p_values), strict=True))
+    adjusted_p = dict(zip(confirmable_points, statistics.adjust_by_holm(p_values), strict=True))
     rulings = {}
     for point in measured_points:
         margin, verdict, first = rules.margins[point], screened[point], evidence.first[point]

@@ -168,8 +168,8 @@ def rebuild(path: Path) -> str:
     rules = Rules.load(path)
     if rules is None or not records:
         return str(gate_result.get("answer", "This run ended before it could measure."))
-    stored = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
-    config = cast(Config, OmegaConf.to_object(stored))
+    stored_config = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
+    config = cast(Config, OmegaConf.to_object(stored_config))
     trial = Trial()
     for record in records:
         trial.add_record(record)

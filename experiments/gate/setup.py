@@ -204,8 +204,13 @@ def write_info(
         extra: further entries.
     """
     seconds = round(time.monotonic() - begin_s, 1)
-    info = {"experiment": config.name, "question": question, "status": status, "seconds": seconds}
-    store.write_json("run.json", info | extra)
+    run_info = {
+        "experiment": config.name,
+        "question": question,
+        "status": status,
+        "seconds": seconds,
+    }
+    store.write_json("run.json", run_info | extra)
 
 
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:

@@ -247,17 +247,17 @@ def _order_by_link(runs: Mapping[Commit, GateRun]) -> list[GateRun]:
 
     Dates alone do not do: a commit may be older than its base, on a branch for example.
     """
-    ordered: dict[Commit, GateRun] = {}
+    ordered_runs: dict[Commit, GateRun] = {}
     for gate_run in sorted(
         runs.values(), key=lambda gate_run: (gate_run.head.date, gate_run.measured)
     ):
         linked_runs: dict[Commit, GateRun] = {}  # from `gate_run` back; a circle of bases ends it
         next_run: GateRun | None = gate_run
-        while next_run and next_run.head not in ordered and next_run.head not in linked_runs:
+        while next_run and next_run.head not in ordered_runs and next_run.head not in linked_runs:
             linked_runs[next_run.head] = next_run
             next_run = runs.get(next_run.base)
-        ordered |= dict(reversed(linked_runs.items()))
-    return list(ordered.values())
+        ordered_runs |= dict(reversed(linked_runs.items()))
+    return list(ordered_runs.values())
 
 
 def _read_findings(path: Path) -> dict[str, Any] | None:
@@ -389,14 +389,14 @@ def _panel(trend: Trend, point: str) -> Panel:
     levels, lines, legend_labels = trend.levels(point), [], set()
     for chain in trend.chains():
         for quantity, (label, colour, line) in QUANTITIES.items():
-            measured = [commit for commit in chain if (commit, quantity) in levels]
-            if not measured:
+            measured_commits = [commit for commit in chain if (commit, quantity) in levels]
+            if not measured_commits:
                 continue
-            chain_levels = [levels[commit, quantity] for commit in measured]
+            chain_levels = [levels[commit, quantity] for commit in measured_commits]
             ends = [level.ends for level in chain_levels] if quantity == TIME else []
             lines.append(
                 Curve(
-                    [position_of[commit] for commit in measured],
+                    [position_of[commit] for commit in measured_commits],
                     [level.ratio for level in chain_levels],
                     colour,
                     "" if label in legend_labels else label,
@@ -550,8 +550,8 @@ def run(arguments: argparse.Namespace) -> int:
     words += ["--device", arguments.device] if arguments.device else []
     report = page_of(trend, exclusions, shlex.join(words))
     store = RunStore(arguments.out.resolve())
-    written = document.write(store.path, report)
+    files = document.write(store.path, report)
     store.write("trend.md", report.markdown(figures=False))
     print(" ".join(report.answer))
-    print(f"report: {written}")
+    print(f"report: {files}")
     return 0

@@ -53,13 +53,13 @@ def answer(run: Run) -> list[str]:
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
     by_name = {str(row["contender"]): row for _, row in rows.iterrows()}
-    absent = [
+    absent_labels = [
         label_of(contender)
         for contender in (run.subject.contender, "offline")
         if contender not in by_name
     ]
-    if absent:
-        return [f"No answer: {absent[0]} has no result at this size of the cache."]
+    if absent_labels:
+        return [f"No answer: {absent_labels[0]} has no result at this size of the cache."]
     served_shares = [
         f"{_policy(name)} serves {text.percent(row['lookup_hit_rate'])}"
         for name, row in by_name.items()

@@ -109,10 +109,10 @@ def _headline_share(run: Run, rows: pd.DataFrame) -> float:
 
 def _best_sentence(rows_at_share: pd.DataFrame) -> str:
     """Name the method with the highest AUC on each data set, of those with a result."""
-    best = rows_at_share.loc[rows_at_share.groupby("data", sort=False)["auc"].idxmax()]
+    best_rows = rows_at_share.loc[rows_at_share.groupby("data", sort=False)["auc"].idxmax()]
     names = [
         f"on {row['data']} {QUALITY_METHODS[str(row['contender'])]}, {_change(row)}"
-        for _, row in best.iterrows()
+        for _, row in best_rows.iterrows()
     ]
     num_methods = text.count(rows_at_share["contender"].nunique(), "method")
     return f"Best of {num_methods}: {'; '.join(names)}."
@@ -138,7 +138,7 @@ def _signed(value: float) -> str:
 def _smallest_share_sentence(rows: pd.DataFrame) -> list[str]:
     """State the smallest share per data set that loses at most NEGLIGIBLE_LOSS of AUC."""
     smallest_by_data = []
-    for data, group in rows.groupby("data", sort=False):
+    for data_name, group in rows.groupby("data", sort=False):
         rows_without_loss = group[
             (group["contender"] != PLAIN) & (group["auc_change"] >= -NEGLIGIBLE_LOSS)
         ]
@@ -152,11 +152,11 @@ def _smallest_share_sentence(rows: pd.DataFrame) -> list[str]:
                 row = method_rows.loc[method_rows["share"].idxmin()]
                 method = QUALITY_METHODS[str(row["contender"])]
                 smallest.append(f"{name} down to {_format_share(row['share'])} ({method})")
-        smallest_by_data.append(f"{data}: {', '.join(smallest) or 'no method at any share'}")
+        smallest_by_data.append(f"{data_name}: {', '.join(smallest) or 'no method at any share'}")
     if not smallest_by_data:
         return []
-    listed = "; on ".join(smallest_by_data)
-    return [f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {listed}."]
+    listed_shares = "; on ".join(smallest_by_data)
+    return [f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {listed_shares}."]
 
 
 def _order_sentence(rows: pd.DataFrame) -> list[str]:
@@ -165,7 +165,7 @@ def _order_sentence(rows: pd.DataFrame) -> list[str]:
     if not {"tt_permuted", "tt_as_given"} <= set(scores):
         return []
     gains = (scores["tt_permuted"] - scores["tt_as_given"]).dropna()
-    changes = ", ".join(f"{_signed(gain)} on {data}" for data, gain in gains.items())
+    changes = ", ".join(f"{_signed(gain)} on {data_name}" for data_name, gain in gains.items())
     return [f"Permuting the ids of a tensor train changes the AUC by {changes}."] if changes else []
 
 
@@ -307,7 +307,7 @@ def figures(run: Run) -> list[Figure]:
 def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
     """Return a panel per data set: the change of AUC against a column."""
     panels = []
-    for data, group in rows.groupby("data", sort=False):
+    for data_name, group in rows.groupby("data", sort=False):
         # The panel cuts off long intervals: with few seeds some are far wider than all effects.
         low, high = group["auc_change"].min(), group["auc_change"].max()
         margin = 0.5 * (high - low) or NEGLIGIBLE_LOSS
@@ -321,7 +321,7 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
         drawing = curves(
             lines, scale, change_scale, name_position="outside", marks=[Mark(0.0, INK, DASHED)]
         )
-        panels.append(Panel(text.capitalise(str(data)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
+        panels.append(Panel(text.capitalise(str(data_name)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels
 
 

@@ -61,12 +61,13 @@ def answer(run: Run) -> list[str]:
     subject_rows = select(rows, arm=run.subject.key)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    saturated = subject_rows[subject_rows["load"] == CLOSED].iloc[0]
-    clients = text.count(saturated["clients"], "client")
+    saturated_row = subject_rows[subject_rows["load"] == CLOSED].iloc[0]
+    clients = text.count(saturated_row["clients"], "client")
     sentences = [
-        f"With {clients} and {text.count(saturated['B'], 'sample')} per request, "
-        f"{saturated['label']} answers {text.digits(saturated['bags_per_s'])} samples per second"
-        f"{_baseline_clause(run, saturated)}."
+        f"With {clients} and {text.count(saturated_row['B'], 'sample')} per request, "
+        f"{saturated_row['label']} answers "
+        f"{text.digits(saturated_row['bags_per_s'])} samples per second"
+        f"{_baseline_clause(run, saturated_row)}."
     ]
     loaded_rows = subject_rows[subject_rows["load"] != CLOSED]
     latencies = [

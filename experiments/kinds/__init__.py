@@ -53,11 +53,15 @@ def expand(config: Config) -> list[Cell]:
         UsageError: see `Kind.cells` and `resolve`.
     """
     kind = find(config.kind)
-    cases, swept = kind.cells(config)
-    cases = [cell if cell.kind == kind.name else find(cell.kind).as_case(cell) for cell in cases]
-    swept = swept[: config.timing.max_cells or None]
+    case_cells, swept_cells = kind.cells(config)
+    case_cells = [
+        cell if cell.kind == kind.name else find(cell.kind).as_case(cell) for cell in case_cells
+    ]
+    swept_cells = swept_cells[: config.timing.max_cells or None]
     cells: dict[str, Cell] = {}
-    for cell in swept + cases if kind.cell_kinds.sweep_first else cases + swept:
+    for cell in (
+        swept_cells + case_cells if kind.cell_kinds.sweep_first else case_cells + swept_cells
+    ):
         if cell.kind == kind.name and not cell.options:
             cell = dataclasses.replace(cell, options=config.options)
         cell = cell.with_arms(*{arm.key: arm for arm in cell.arms}.values())

@@ -223,13 +223,13 @@ class Kind:
             UsageError: a rule of the sweep cannot be read, zipped axes differ in length, or a file
                 is missing.
         """
-        cases = [
+        case_variants = [
             variant for cell in self.case_cells(config) for variant in self.variants(cell, config)
         ]
-        swept = [
+        swept_variants = [
             variant for cell in self.swept_cells(config) for variant in self.variants(cell, config)
         ]
-        return cases, swept
+        return case_variants, swept_variants
 
     def case_cells(self, config: Config) -> list[Cell]:
         """Return a cell per case; a case with `keys.loads` that names no kind has kind=keys."""

@@ -68,8 +68,8 @@ class Serving(base.Kind):
         """Return the 99th percentile of the latency of each arm with the last number of clients."""
 
         def p99(record: Record) -> str:
-            closed = [point for point in record["points"] if point["load"] == CLOSED]
-            return f"{1e3 * latency_quantile_s(counts_of(closed[-1:]), 0.99):.3g} ms"
+            closed_points = [point for point in record["points"] if point["load"] == CLOSED]
+            return f"{1e3 * latency_quantile_s(counts_of(closed_points[-1:]), 0.99):.3g} ms"
 
         return base.progress_line("p99", records, p99)
 

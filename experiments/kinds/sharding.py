@@ -285,11 +285,11 @@ def prediction_agreement(rows: pd.DataFrame) -> Agreement:
 
     Steps of worlds that were not measured are skipped.
     """
-    measured = rows[~rows["beyond"]] if len(rows) else rows
-    if len(measured) < 3:
-        return Agreement(math.nan, math.nan, len(measured))
-    correlation = measured["predicted_s"].corr(measured["median_s"], method="spearman")
-    factors = (measured["predicted_s"] / measured["median_s"]).map(
+    measured_rows = rows[~rows["beyond"]] if len(rows) else rows
+    if len(measured_rows) < 3:
+        return Agreement(math.nan, math.nan, len(measured_rows))
+    correlation = measured_rows["predicted_s"].corr(measured_rows["median_s"], method="spearman")
+    factors = (measured_rows["predicted_s"] / measured_rows["median_s"]).map(
         lambda factors: max(factors, 1 / factors)
     )
-    return Agreement(float(correlation), float(factors.median()), len(measured))
+    return Agreement(float(correlation), float(factors.median()), len(measured_rows))

@@ -31,8 +31,8 @@ def keep_freed_blocks() -> bool:
     """
     try:
         libc = ctypes.CDLL(None)
-        accepted = libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BLOCK_BYTES)
-        return bool(accepted and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+        is_accepted = libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BLOCK_BYTES)
+        return bool(is_accepted and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
     except (OSError, AttributeError):
         return False
 

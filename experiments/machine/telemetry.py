@@ -209,10 +209,13 @@ class NvmlTelemetry(Telemetry):
 
 def min_median_max(values: Iterable[float]) -> list[float] | None:
     """Return [min, median, max], rounded; None for no values."""
-    ordered = sorted(values)
-    if not ordered:
+    ordered_values = sorted(values)
+    if not ordered_values:
         return None
-    return [round(number, 2) for number in (ordered[0], statistics.median(ordered), ordered[-1])]
+    return [
+        round(number, 2)
+        for number in (ordered_values[0], statistics.median(ordered_values), ordered_values[-1])
+    ]
 
 
 def reason_names(reason_bits: int) -> list[str]:

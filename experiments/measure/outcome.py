@@ -49,9 +49,9 @@ def verify(contender: Contender, batch: Batch) -> None:
     prepared = contender.prepare(batch)
     _compare("forward", contender.forward(prepared), output, torch.zeros(()))
     contender.step(prepared)
-    observed = contender.observe(batch)
+    observed_state = contender.observe(batch)
     for index, (state_at_start, actual, expected) in enumerate(
-        zip(state_before, observed, expected_state, strict=True)
+        zip(state_before, observed_state, expected_state, strict=True)
     ):
         update = (expected - state_at_start).float()
         tolerance = update_rounding(contender.task.optimizer, update, contender.task.lr)

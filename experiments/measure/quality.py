@@ -39,25 +39,25 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     outcomes = {arm: Outcome(arm) for arm in cell.arms}
     try:
         session.note("|reading the samples")
-        data = load(_data_source(cell, session)).to(session.device)
+        clicks = load(_data_source(cell, session)).to(session.device)
     except (MissingLibrary, UnreadableData) as error:
         for outcome in outcomes.values():
             outcome.fail(error)
         return [make_record(cell, outcome, session) for outcome in outcomes.values()]
-    sized_workload = dataclasses.replace(cell.workload, sizes=list(data.rows))
+    sized_workload = dataclasses.replace(cell.workload, sizes=list(clicks.rows))
     cell = dataclasses.replace(cell, workload=sized_workload)
-    trained_models = _train_all(cell, session, data, plan, outcomes)
+    trained_models = _train_all(cell, session, clicks, plan, outcomes)
     session.note("|timing steps")
     step_times = step_samples(
         [trained.model for trained in trained_models.values()],
-        data,
+        clicks,
         plan,
         1 if _is_smoke(session) else options["timed_steps"],
         time.perf_counter_ns,
     )
     for arm, samples in zip(trained_models, step_times, strict=True):
         outcomes[arm].race_result.samples = {"step": samples}
-    data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
+    data_entries = _data_entries(clicks, plan) | {"lookups": plan.batch * len(clicks.rows)}
     return [
         make_record(cell, outcomes[arm], session)
         | data_entries

@@ -175,18 +175,18 @@ def fit(
 
 def _fit_at_rate(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
     """Train a model until the validation loss rises or the epochs end; return the best epoch."""
-    best: TrainedModel | None = None
+    best_model: TrainedModel | None = None
     for epoch in range(plan.epochs):
         model.train()
         for batch in batches(data, plan, epoch):
             model.step(data.ids[batch], data.numbers[batch], data.labels[batch])
         valid = score(data, data.valid, predict(model, data, data.valid))
-        if best is not None and not valid.loss < best.valid.loss:
+        if best_model is not None and not valid.loss < best_model.valid.loss:
             break
         test = score(data, data.test, predict(model, data, data.test))
-        best = TrainedModel(test, valid, rate, epoch + 1, model)
-    assert best is not None
-    return best
+        best_model = TrainedModel(test, valid, rate, epoch + 1, model)
+    assert best_model is not None
+    return best_model
 
 
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:

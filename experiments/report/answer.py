@@ -119,10 +119,10 @@ def _torch_sentence(run: Run, cell: str) -> str:
     step, baseline, torch = rows["step"], run.baseline.label, rows["step"]["label"]
     if text.is_missing(step["ratio"]):
         return ""
-    compared = f"{torch} takes {text.ratio(step)} the step time of {baseline}"
+    comparison = f"{torch} takes {text.ratio(step)} the step time of {baseline}"
     if step["ratio"] > 1 and run.baseline.contender == DENSE_TABLES:
-        compared = f"{baseline} is {text.ratio(step)} as fast as {torch}"
-    return f"{compared} ({text.seconds(step['median_s'])})."
+        comparison = f"{baseline} is {text.ratio(step)} as fast as {torch}"
+    return f"{comparison} ({text.seconds(step['median_s'])})."
 
 
 def _swept_steps(run: Run) -> pd.DataFrame:
@@ -140,8 +140,10 @@ def sweep_point(run: Run, row: pd.Series) -> str:
     The run's `table` must have rows of the sweep.
     """
     base_point = run.results_of(SWEEP).iloc[0]
-    changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base_point[axis]]
-    return ", ".join(changed) or "base point"
+    changed_axes = [
+        f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base_point[axis]
+    ]
+    return ", ".join(changed_axes) or "base point"
 
 
 def tiles(run: Run) -> list[Tile]:

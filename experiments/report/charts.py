@@ -90,11 +90,11 @@ class Scale:
 
     def finish(self, axis: XAxis | YAxis) -> None:
         """Set limits, ticks and label; call it when everything is plotted."""
-        data = [float(end) for end in axis.get_data_interval()]
+        data_ends = [float(end) for end in axis.get_data_interval()]
         # For almost equal values matplotlib would choose equal ends, between which is no scale.
-        is_one_value = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
+        is_one_value = math.isclose(data_ends[0], data_ends[1], rel_tol=NEARLY_EQUAL)
         getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not is_one_value)
-        ends = data if is_one_value else axis.get_view_interval()
+        ends = data_ends if is_one_value else axis.get_view_interval()
         getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))
         if self.ticks:
             names = [shorten(n) for n in self.names] or [text.number(t) for t in self.ticks]

@@ -260,12 +260,14 @@ def roofline_figures(run: Run) -> list[Figure]:
     counts each distinct row once. [] without a measured limit.
     """
     rows = select(run.table, status="ok")
-    measured = MeasuredCeilings.from_environment(run.environment)
+    measured_ceilings = MeasuredCeilings.from_environment(run.environment)
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
-    if not len(rows) or not (math.isfinite(measured.copy_gb_s) or measured.gather_gb_s):
+    if not len(rows) or not (
+        math.isfinite(measured_ceilings.copy_gb_s) or measured_ceilings.gather_gb_s
+    ):
         return []
-    limit_names = "copy and random gather" if measured.gather_gb_s else "copy"
-    method = f" Gather: {measured.gather_method}." if measured.gather_gb_s else ""
+    limit_names = "copy and random gather" if measured_ceilings.gather_gb_s else "copy"
+    method = f" Gather: {measured_ceilings.gather_method}." if measured_ceilings.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
     theory_note = f" Dotted: theoretical bandwidth of {device.name}." if device and theory else ""
@@ -283,7 +285,7 @@ def roofline_figures(run: Run) -> list[Figure]:
             [
                 Panel(
                     phase.capitalize(),
-                    _roofline_drawing(rows[rows["phase"] == phase], measured, theory),
+                    _roofline_drawing(rows[rows["phase"] == phase], measured_ceilings, theory),
                 )
                 for phase in ("forward", "step")
                 if (rows["phase"] == phase).any()
@@ -293,7 +295,7 @@ def roofline_figures(run: Run) -> list[Figure]:
 
 
 def _roofline_drawing(
-    rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | None
+    rows: pd.DataFrame, measured_ceilings: MeasuredCeilings, theory: float | None
 ) -> Drawing:
     """Return a drawing of GB/s against bytes per row, with the measured limits.
 
@@ -313,20 +315,22 @@ def _roofline_drawing(
             dataclasses.replace(points, y=group["useful_gb_s"], is_hollow=True, label="")
         )
         dots_and_limits.append(points)
-    gather_by_size = {s: v for s, v in measured.gather_gb_s if low <= s <= high}
+    gather_by_size = {s: v for s, v in measured_ceilings.gather_gb_s if low <= s <= high}
     if gather_by_size:
         rates = list(gather_by_size.values())
         dots_and_limits.append(Curve(list(gather_by_size), rates, line=DASHED, edge_name="gather"))
     marks = []
-    if math.isfinite(measured.copy_gb_s):
+    if math.isfinite(measured_ceilings.copy_gb_s):
         marks.append(
             Mark(
-                measured.copy_gb_s, width=1.4, annotation=f"copy {_format_rate(measured.copy_gb_s)}"
+                measured_ceilings.copy_gb_s,
+                width=1.4,
+                annotation=f"copy {_format_rate(measured_ceilings.copy_gb_s)}",
             )
         )
     if theory:
         marks.append(Mark(theory, line=":", annotation=f"theory {_format_rate(theory)}"))
-    limits = (measured.copy_gb_s, theory, *gather_by_size.values())
+    limits = (measured_ceilings.copy_gb_s, theory, *gather_by_size.values())
     highest_limit = max((limit for limit in limits if limit and limit > 0), default=1.0)
     x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=low, high=high)
     y_scale = Scale("GB/s", log=10, reach=(highest_limit, BANDWIDTH_SCALE_END * highest_limit))
@@ -539,9 +543,9 @@ def _ratio_drawing(run: Run, axis: str) -> Drawing:
                 phase_rows = phase_rows[phase_rows["rank"] > 0]
             if len(phase_rows):
                 bounds = {"low": phase_rows["ratio_lo"], "high": phase_rows["ratio_hi"]}
-                look = {"label": f"{label_of(name)} {phase}", "line": line, "width": 1.8}
+                curve_style = {"label": f"{label_of(name)} {phase}", "line": line, "width": 1.8}
                 x, y = phase_rows["x"], phase_rows["ratio"]
-                contender_curves.append(contender_curve(name, x, y, **look, **bounds))
+                contender_curves.append(contender_curve(name, x, y, **curve_style, **bounds))
     return _axis_chart(
         contender_curves, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)]
     )

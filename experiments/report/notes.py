@@ -92,8 +92,12 @@ def how_to_read(run: Run) -> list[str]:
     notes += [SYNTHETIC_NOTE] if distributions & {"uniform", "zipf"} else []
     notes += [PRODUCTION_NOTE] if "production" in distributions else []
     notes += [TRACE_NOTE] if "trace" in distributions else []
-    measured = MeasuredCeilings.from_environment(run.environment)
-    notes += [f"'of gather' divides by {measured.gather_method}."] if measured.gather_gb_s else []
+    measured_ceilings = MeasuredCeilings.from_environment(run.environment)
+    notes += (
+        [f"'of gather' divides by {measured_ceilings.gather_method}."]
+        if measured_ceilings.gather_gb_s
+        else []
+    )
     notes += [HOST_NOTE] if any(record.get("wall_samples") for record in run.records) else []
     packages = sorted(
         {pair for record in run.records for pair in record.get("packages", {}).items()}

@@ -176,8 +176,8 @@ def failures_sentence(run: Run) -> str:
         return run.kind.reporting.success.format(count=len(statuses))
     known_first = [*STATUS_MEANINGS, *failures.index]
     counts = {status: failures[status] for status in known_first if status in failures}
-    listed = ", ".join(f"{count} {status}" for status, count in counts.items())
+    listed_counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     return (
         f"{failures.sum()} of {len(statuses)} measurements are incomplete or have no result: "
-        f"{listed}."
+        f"{listed_counts}."
     )

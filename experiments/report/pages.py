@@ -24,10 +24,10 @@ def page_of(run: Run) -> Page:
     Reads config.yaml in the run's directory. The kind of the run provides answer, tables and
     figures; without `report.figures` there are none.
     """
-    cases = run.case_reports()
-    tables = [*run.kind.tables(run), *(table for case in cases for table in case.tables)]
+    case_reports = run.case_reports()
+    tables = [*run.kind.tables(run), *(table for case in case_reports for table in case.tables)]
     answer = run.kind.answer(run)
-    if case_sentences := [sentence for case in cases for sentence in case.answer]:
+    if case_sentences := [sentence for case in case_reports for sentence in case.answer]:
         answer = [" ".join([*answer[:1], *case_sentences]), *answer[1:]]
     answer_section, *result_sections = [
         section for mode in run.modes for section in mode_sections(run, mode)
@@ -90,13 +90,13 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
         ]
         if is_first:
             mode_figures += [*figures.mode_figures(run), *outcomes.outcome_figures(run)]
-    cases = [
+    case_sections = [
         section for name in run_in_mode.sections() for section in _case_sections(run_in_mode, name)
     ]
     if is_first:
         return [
             Section("Answer", figures=mode_figures[:1]),
-            Section("Results", parts=cases),
+            Section("Results", parts=case_sections),
             Section("Figures", figures=mode_figures[1:]),
         ]
     return [
@@ -105,7 +105,7 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
             [notes.MODE_NOTES.get(mode, "")],
             fold_label=f"Tables and figures, {mode}",
             figures=mode_figures[:1],
-            parts=[*cases, Section(figures=mode_figures[1:])],
+            parts=[*case_sections, Section(figures=mode_figures[1:])],
         )
     ]
 

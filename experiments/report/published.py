@@ -129,21 +129,23 @@ def read_publication(path: Path) -> Publication:
         ValueError: an entry is wrong or missing.
         yaml.YAMLError, OSError: the file is no YAML, or cannot be read.
     """
-    raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
-    if not isinstance(raw, dict):
+    yaml_entries = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    if not isinstance(yaml_entries, dict):
         raise ValueError(f"{path.name} must have keys and values at its top, got a list")
     shared: dict[str, Any] = {
-        key: raw.pop(key) for key in ("device", "device_words", "work") if key in raw
+        key: yaml_entries.pop(key)
+        for key in ("device", "device_words", "work")
+        if key in yaml_entries
     }
     figures = []
-    for row in raw.pop("rows", []):
+    for row in yaml_entries.pop("rows", []):
         location = f"{path.name}, {row.get('name')}"
         work = {**shared.get("work", {}), **row.get("work", {})}
         figure = _build(PublishedFigure, {**shared, **row, "work": work}, location)
         if figure.ours is None and not figure.not_here:
             raise ValueError(f"{location}: say `ours:` or, with the reason, `not_here:`")
         figures.append(figure)
-    source = _build(Publication, {"key": path.stem, "figures": [], **raw}, path.name)
+    source = _build(Publication, {"key": path.stem, "figures": [], **yaml_entries}, path.name)
     if not figures:
         raise ValueError(f"{path.name}: 'rows' is missing: a source needs its figures")
     return dataclasses.replace(source, figures=tuple(figures))
@@ -262,9 +264,9 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
     verdict, reason = Reproduction.NOT_RUN, _why_not_comparable(run, figure, row)
     if not reason:
-        allowed = EXACT_TOLERANCE if figure.nature is Nature.exact else MEASURED_TOLERANCE
+        tolerance = EXACT_TOLERANCE if figure.nature is Nature.exact else MEASURED_TOLERANCE
         deviation = our_value / figure.value - 1
-        is_close = abs(deviation) <= max(allowed, figure.last_digit / 2 / figure.value)
+        is_close = abs(deviation) <= max(tolerance, figure.last_digit / 2 / figure.value)
         verdict = Reproduction.REPRODUCED if is_close else Reproduction.DIFFERS
         reason = f"{abs(100 * deviation):.1f} % {'above' if deviation > 0 else 'below'} it"
     device = str(run.environment.get("device", ""))

@@ -35,7 +35,10 @@ def section_table(run: Run, section: str) -> Table:
     and from `forward_s`, the median seconds of the forward.
     """
     rows = run.results_of(section)
-    measured, is_sweep = MeasuredCeilings.from_environment(run.environment), section == SWEEP
+    measured_ceilings, is_sweep = (
+        MeasuredCeilings.from_environment(run.environment),
+        section == SWEEP,
+    )
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}
@@ -76,14 +79,14 @@ def section_table(run: Run, section: str) -> Table:
     )
     columns["useful GB/s"] = lambda row: number_value(row["useful_gb_s"])
     columns["distinct GB/s"] = lambda row: number_value(row["distinct_gb_s"])
-    if measured.gather_gb_s:  # bandwidth of random reads of rows of about this size
+    if measured_ceilings.gather_gb_s:  # bandwidth of random reads of rows of about this size
         columns["of gather"] = lambda row: percent_value(
-            float(row["distinct_gb_s"]) / measured.gather(WEIGHT_BYTES * float(row["D"]))
+            float(row["distinct_gb_s"]) / measured_ceilings.gather(WEIGHT_BYTES * float(row["D"]))
         )
     if rows["gflop_s"].notna().any():  # of the matrix products of tensor trains
         columns["GFLOP/s"] = lambda row: number_value(row["gflop_s"])
         columns["of sgemm"] = lambda row: percent_value(
-            float(row["gflop_s"]) / measured.sgemm_gflop_s
+            float(row["gflop_s"]) / measured_ceilings.sgemm_gflop_s
         )
     columns["parameters"] = lambda row: bytes_value(row["weights_bytes"])
     columns["compression"] = lambda row: Value.of(

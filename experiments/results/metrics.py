@@ -94,8 +94,8 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
     """Return {round: seconds} of the fastest sample of each round, which was disturbed least."""
     best_s: dict[int, float] = {}
     for round_number, sample_s in record["samples"].get(phase, []):
-        best = best_s.get(int(round_number), math.inf)
-        best_s[int(round_number)] = min(float(sample_s), best)
+        best_so_far = best_s.get(int(round_number), math.inf)
+        best_s[int(round_number)] = min(float(sample_s), best_so_far)
     return best_s
 
 

@@ -149,14 +149,14 @@ class RunStore:
         lines = "".join(
             json.dumps({"schema_version": SCHEMA_VERSION, **record}) + "\n" for record in records
         )
-        data = lines.encode()
+        encoded_lines = lines.encode()
         descriptor = os.open(self.path / POINTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             end = _truncate_incomplete_line(descriptor)
             try:
-                while data:  # a short write has no error: the next write raises it
-                    data = data[os.write(descriptor, data) :]
+                while encoded_lines:  # a short write has no error: the next write raises it
+                    encoded_lines = encoded_lines[os.write(descriptor, encoded_lines) :]
             except OSError:
                 os.ftruncate(descriptor, end)
                 raise
@@ -220,13 +220,13 @@ def read_records(path: Path) -> list[Record]:
     if not source.exists() and has_records(path):
         source = path / PACKED_POINTS
     records = []
-    data = source.read_bytes() if source.exists() else b""
+    content = source.read_bytes() if source.exists() else b""
     if source.name == PACKED_POINTS:
         try:
-            data = lzma.decompress(data)
+            content = lzma.decompress(content)
         except lzma.LZMAError as error:
             raise ValueError(f"{source.name} is damaged ({error})") from error
-    lines = data.decode(errors="replace").split("\n")[:-1]
+    lines = content.decode(errors="replace").split("\n")[:-1]
     for index, line in enumerate(lines):
         if not line:
             continue

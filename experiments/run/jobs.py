@@ -108,7 +108,7 @@ def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     The order is: cases, the base point of the sweep (its first cell), then a value of each axis in
     turn. Both ends of an axis come before the values between them.
     """
-    cases = [cell for cell in cells if cell.section != SWEEP]
+    case_cells = [cell for cell in cells if cell.section != SWEEP]
     swept_cells = [cell for cell in cells if cell.section == SWEEP]
     cells_by_axes: dict[tuple[str, ...], list[Cell]] = {}
     for cell in swept_cells[1:]:
@@ -118,7 +118,7 @@ def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     # Of each axis the first value, the last value unless it is the first, then the others.
     ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in cells_by_axes.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ends_first))
-    return [*cases, *swept_cells[:1], *(cell for cell in turns if cell is not None)]
+    return [*case_cells, *swept_cells[:1], *(cell for cell in turns if cell is not None)]
 
 
 EarlierJobs = Mapping[JobKey, list[Record]]

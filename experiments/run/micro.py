@@ -60,8 +60,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         status = f"pytest: {str(error).splitlines()[0]}"
-    extra = summary(records) | {"seconds": round(time.monotonic() - begin_s, 1)}
-    return runner.finish(store, config, status=status, question=question, extra=extra)
+    run_entries = summary(records) | {"seconds": round(time.monotonic() - begin_s, 1)}
+    return runner.finish(store, config, status=status, question=question, extra=run_entries)
 
 
 def pytest_command(config: Config) -> list[str]:

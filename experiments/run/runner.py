@@ -344,9 +344,9 @@ def finish(
         extra: further entries of run.json, with `outcomes`, the number of records by status.
     """
     page = shown_path(store.path / "index.html")
-    info = {"experiment": config.name, "question": question, "status": status, **extra}
+    run_info = {"experiment": config.name, "question": question, "status": status, **extra}
     try:
-        store.write_json("run.json", info)
+        store.write_json("run.json", run_info)
         answer = write_report(store.path)
     except (KeyboardInterrupt, OSError) as error:
         problem = f"error: {error}" if isinstance(error, OSError) else "interrupted"

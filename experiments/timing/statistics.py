@@ -70,13 +70,13 @@ def interval_rank(n: int) -> int | None:
 
 def summarise(samples: Sequence[float]) -> Summary:
     """Summarise samples in any order; no value is dropped. Without samples all numbers are nan."""
-    ordered = sorted(samples)
-    if not ordered:
+    ordered_samples = sorted(samples)
+    if not ordered_samples:
         return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
-    rank = interval_rank(len(ordered))
-    lo, hi = (ordered[rank - 1], ordered[-rank]) if rank else (math.nan, math.nan)
-    q25, median, q75 = (quantile(ordered, p) for p in (0.25, 0.5, 0.75))
-    return Summary(len(ordered), median, q25, q75, lo, hi)
+    rank = interval_rank(len(ordered_samples))
+    lo, hi = (ordered_samples[rank - 1], ordered_samples[-rank]) if rank else (math.nan, math.nan)
+    q25, median, q75 = (quantile(ordered_samples, p) for p in (0.25, 0.5, 0.75))
+    return Summary(len(ordered_samples), median, q25, q75, lo, hi)
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class Tail:
 
 def tail_of(samples: Sequence[float]) -> Tail:
     """Return the minimum and the upper quantiles of samples in any order; nan without samples."""
-    ordered = sorted(samples)
-    if not ordered:
+    ordered_samples = sorted(samples)
+    if not ordered_samples:
         return Tail(math.nan, math.nan, math.nan)
-    return Tail(ordered[0], quantile(ordered, 0.9), quantile(ordered, 0.99))
+    return Tail(ordered_samples[0], quantile(ordered_samples, 0.9), quantile(ordered_samples, 0.99))
 
 
 def has_settled(noise: Sequence[float]) -> bool:
@@ -276,11 +276,11 @@ def adjust_by_holm(p_values: Sequence[float]) -> list[float]:
     A comparison is significant if its adjusted p-value is below the level of all together.
     """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted, running_maximum = [0.0] * len(p_values), 0.0
+    adjusted_p_values, running_maximum = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
         running_maximum = max(running_maximum, min(1.0, (len(order) - rank) * p_values[index]))
-        adjusted[index] = running_maximum
-    return adjusted
+        adjusted_p_values[index] = running_maximum
+    return adjusted_p_values
 
 
 def wilson_interval(hits: int, trials: int) -> tuple[float, float]:

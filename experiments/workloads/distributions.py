@@ -34,11 +34,11 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
     num_filled = 0
     while num_filled < count:
         draws = high + rng.random(count - num_filled) * (low - high)
-        rank = np.clip(np.rint(_integral_inverse(draws, s, q)), 1, rows)
-        is_accepted = draws >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
-        accepted = rank[is_accepted].astype(np.int64)
-        ranks[num_filled : num_filled + len(accepted)] = accepted
-        num_filled += len(accepted)
+        candidate_ranks = np.clip(np.rint(_integral_inverse(draws, s, q)), 1, rows)
+        is_accepted = draws >= integral(candidate_ranks + 0.5, s, q) - _mass(candidate_ranks, s, q)
+        accepted_ranks = candidate_ranks[is_accepted].astype(np.int64)
+        ranks[num_filled : num_filled + len(accepted_ranks)] = accepted_ranks
+        num_filled += len(accepted_ranks)
     return ranks
 
 

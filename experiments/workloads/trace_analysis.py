@@ -154,18 +154,21 @@ def fit_zipf(ranking: Ids, lookups_to_fit: Ids, num_rows: int) -> ZipfFit | None
         return None
     # A point is (s, log(1 + q)), because q varies over orders of magnitude.
     low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(num_rows)])
-    limits, best = high, low
+    limits, best_point = high, low
     for _ in range(GRID_SEARCHES):
         s, log_q = np.linspace(low, high, GRID_POINTS).T
         likelihood = np.stack([_log_likelihood(blocks, s, float(np.expm1(x))) for x in log_q])
         q_index, s_index = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
-        best = np.array([s[s_index], log_q[q_index]])
+        best_point = np.array([s[s_index], log_q[q_index]])
         half_width = (high - low) * GRID_SHRINKAGE / 2
-        low, high = np.maximum(best - half_width, 0.0), np.minimum(best + half_width, limits)
-    s_best, q_best = float(best[0]), float(np.expm1(best[1]))
+        low, high = (
+            np.maximum(best_point - half_width, 0.0),
+            np.minimum(best_point + half_width, limits),
+        )
+    s_best, q_best = float(best_point[0]), float(np.expm1(best_point[1]))
     mass = block_masses(blocks, np.array([s_best]), q_best)[0]
-    observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()
-    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - observed).max()))
+    observed_shares = np.cumsum(blocks.lookups) / blocks.lookups.sum()
+    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - observed_shares).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
@@ -363,8 +366,8 @@ def distance_histogram(lookups: Lookups) -> Distances:
     """Return the histogram of the stack distances of all lookups."""
     distances = stack_distances(lookups.row_of_lookup)
     reuse_distances = distances[distances != NEVER]
-    bits = int(reuse_distances.max(initial=1)).bit_length()
-    edges = [0, *(2**k for k in range(bits + 1))]
+    num_bits = int(reuse_distances.max(initial=1)).bit_length()
+    edges = [0, *(2**k for k in range(num_bits + 1))]
     counts = np.histogram(reuse_distances, edges)[0]
     return {"edges": edges, "reuse": [_share(int(count), len(distances)) for count in counts]}
 
@@ -392,8 +395,11 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
     Sizes are rounded to whole rows, at least 1, and equal sizes are listed once. The batches that
     are not counted fill the caches.
     """
-    counted = slice(int(trace.batch_starts[trace.num_warm_batches]), None)
-    distances, num_lookups = batch_distances(trace)[counted], trace.lookup_counts[counted]
+    counted_accesses = slice(int(trace.batch_starts[trace.num_warm_batches]), None)
+    distances, num_lookups = (
+        batch_distances(trace)[counted_accesses],
+        trace.lookup_counts[counted_accesses],
+    )
     total = int(num_lookups.sum())
 
     def hit_rate(size: int, lookups: int, rows: int) -> HitRate:

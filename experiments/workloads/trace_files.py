@@ -128,19 +128,19 @@ def batches(
 
 def _regroup(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
     """Regroup blocks of any size into blocks of `size` samples; drop an incomplete last one."""
-    pending: list[TableLookups] = []
+    pending_bags: list[TableLookups] = []
     for block in blocks:
-        if pending and len(pending[0].lengths):
-            pairs = zip(pending, block, strict=True)
+        if pending_bags and len(pending_bags[0].lengths):
+            pairs = zip(pending_bags, block, strict=True)
             block = [TableLookups(*map(np.concatenate, zip(*pair, strict=True))) for pair in pairs]
-        pending = block
-        while len(pending[0].lengths) >= size:
-            ends = [int(bags.lengths[:size].sum()) for bags in pending]
-            tables_and_ends = list(zip(pending, ends, strict=True))
+        pending_bags = block
+        while len(pending_bags[0].lengths) >= size:
+            ends = [int(bags.lengths[:size].sum()) for bags in pending_bags]
+            tables_and_ends = list(zip(pending_bags, ends, strict=True))
             yield [
                 TableLookups(bags.ids[:end], bags.lengths[:size]) for bags, end in tables_and_ends
             ]
-            pending = [
+            pending_bags = [
                 TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in tables_and_ends
             ]
 

@@ -432,7 +432,7 @@ class Rule(NamedTuple):
     fbgemm: str
     emblib: str
     weight_decay: str
-    there: str
+    fbgemm_cpu: str
     note: str = ""
 
     def optimizer(self) -> optim.Optimizer:
@@ -442,9 +442,9 @@ class Rule(NamedTuple):
 
     def states(self) -> list[str]:
         """Return the names and shapes of its states, in FBGEMM's order."""
-        kept = {state.name: state for state in self.optimizer().states}
-        order = [name for name in STATE_ORDER if name in kept]
-        return [f"{name} {'[R]' if kept[name].per_row else '[R, D]'}" for name in order]
+        states_by_name = {state.name: state for state in self.optimizer().states}
+        order = [name for name in STATE_ORDER if name in states_by_name]
+        return [f"{name} {'[R]' if states_by_name[name].per_row else '[R, D]'}" for name in order]
 
     def line(self) -> tuple[str, ...]:
         """Return its row of the table."""
@@ -455,7 +455,7 @@ class Rule(NamedTuple):
             ", ".join(self.states()) or "none",
             self.weight_decay,
             kinds or "none",
-            self.there,
+            self.fbgemm_cpu,
         )
 
 

@@ -17,6 +17,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def groups(heads: Sequence[str], options: Mapping[str, Sequence[tuple[str, ...]]]) -> list[str]:
     """Return one section per group of options; the first column holds names."""
     return [
-        f"## {title}\n\n{table(heads, [(code(name), *rest) for name, *rest in of_group])}"
-        for title, of_group in options.items()
+        f"## {title}\n\n{table(heads, [(code(name), *cells) for name, *cells in group_rows])}"
+        for title, group_rows in options.items()
     ]
