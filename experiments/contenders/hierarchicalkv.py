@@ -18,7 +18,7 @@ from experiments.contenders.keys import KeyTable, KeyTask, Prepared, Unsupported
 
 LIBRARY_VARIABLE = "EMBLIB_HIERARCHICALKV"
 ENTRY_BYTES = 17  # bytes per slot: key, score and digest
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
+C_POINTER, C_SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 def load_library() -> Any:
@@ -32,23 +32,23 @@ def load_library() -> Any:
         AttributeError: it lacks a function.
     """
     library = ctypes.CDLL(os.environ[LIBRARY_VARIABLE])
-    library.hkv_create.restype = POINTER
-    library.hkv_create.argtypes = [SIZE, SIZE, ctypes.c_int]
-    library.hkv_destroy.argtypes = [POINTER]
+    library.hkv_create.restype = C_POINTER
+    library.hkv_create.argtypes = [C_SIZE, C_SIZE, ctypes.c_int]
+    library.hkv_destroy.argtypes = [C_POINTER]
     library.hkv_error.restype = ctypes.c_char_p
-    library.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
-    row_arguments: list[Any] = [POINTER, SIZE, POINTER, POINTER]  # table, count, keys, rows
-    library.hkv_insert_or_assign.argtypes = [*row_arguments, POINTER]
-    library.hkv_find_or_insert.argtypes = [*row_arguments, POINTER]
+    library.hkv_size.argtypes = [C_POINTER, ctypes.POINTER(C_SIZE), C_POINTER]
+    row_arguments: list[Any] = [C_POINTER, C_SIZE, C_POINTER, C_POINTER]  # table, count, keys, rows
+    library.hkv_insert_or_assign.argtypes = [*row_arguments, C_POINTER]
+    library.hkv_find_or_insert.argtypes = [*row_arguments, C_POINTER]
     for name in ("find", "find_rows", "find_or_insert_rows"):
-        getattr(library, f"hkv_{name}").argtypes = [*row_arguments, POINTER, POINTER]
+        getattr(library, f"hkv_{name}").argtypes = [*row_arguments, C_POINTER, C_POINTER]
     library.hkv_insert_and_evict.argtypes = [
         *row_arguments,
-        *[POINTER] * 3,  # evicted keys, rows and scores
-        ctypes.POINTER(SIZE),
-        POINTER,
+        *[C_POINTER] * 3,  # evicted keys, rows and scores
+        ctypes.POINTER(C_SIZE),
+        C_POINTER,
     ]
-    library.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
+    library.hkv_erase.argtypes = [C_POINTER, C_SIZE, C_POINTER, C_POINTER]
     return library
 
 
@@ -123,7 +123,7 @@ class HierarchicalKV(KeyTable):
         evicted, evicted_values, scores = (
             torch.empty_like(tensor) for tensor in (keys, values, keys)
         )
-        num_evicted = SIZE()
+        num_evicted = C_SIZE()
         tensors = (keys, values, evicted, evicted_values, scores)
         addresses = [tensor.data_ptr() for tensor in tensors]
         self._call("insert_and_evict", len(keys), *addresses, ctypes.byref(num_evicted))
@@ -133,7 +133,7 @@ class HierarchicalKV(KeyTable):
         self._call("erase", len(keys), keys.data_ptr())
 
     def size(self) -> int:
-        num_keys = SIZE()
+        num_keys = C_SIZE()
         self._call("size", ctypes.byref(num_keys))
         return int(num_keys.value)
 

@@ -110,13 +110,13 @@ def instructions_value(finding: PointFinding, name: str) -> Value:
     )
 
 
-MEANINGS = {  # by exit status
-    rules.FINE: "no slowdown was found",
-    rules.REGRESSION: "a slowdown was found and confirmed",
-    rules.UNSURE: "a point is unsure, which gate.strict does not accept",
-    rules.FAILED: "a point failed",
-    rules.NOTHING: "nothing was comparable",
-    rules.INTERRUPTED: "interrupted",
+EXIT_MEANINGS = {
+    rules.EXIT_FINE: "no slowdown was found",
+    rules.EXIT_REGRESSION: "a slowdown was found and confirmed",
+    rules.EXIT_UNSURE: "a point is unsure, which gate.strict does not accept",
+    rules.EXIT_FAILED: "a point failed",
+    rules.EXIT_NOTHING: "nothing was comparable",
+    rules.EXIT_INTERRUPTED: "interrupted",
 }
 STATE_COLOURS = {"SLOWER": SLOWER, "FASTER": FASTER}
 TILE_STYLES = {"SLOWER": "bad", "FASTER": "good", "UNSURE": "open"}
@@ -137,7 +137,7 @@ def write_outputs(
         findings: findings of the gate.
         facts: further entries of gate.json: experiment, base and head (in words) and notices. A
             complete run also has commits, device, machine, measured and seconds, for `trend`.
-        status: exit status, a key of MEANINGS.
+        status: exit status, a key of EXIT_MEANINGS.
         summary: file to which gate.md is appended, such as a GitHub job's; None or "" for none.
     """
     store = RunStore(path)
@@ -148,7 +148,7 @@ def write_outputs(
         "gate.json",
         {
             "status": status,
-            "meaning": MEANINGS[status],
+            "meaning": EXIT_MEANINGS[status],
             "answer": answer,
             **facts,
             "points": [as_json(finding) for finding in findings.points],
@@ -222,7 +222,7 @@ def _page(
     path: Path, findings: Findings, facts: Mapping[str, Any], answer: str, status: int
 ) -> Page:
     """Return the page of a comparison of two revisions."""
-    notices = [f"Exit status {status}: {MEANINGS[status]}."] if status else []
+    notices = [f"Exit status {status}: {EXIT_MEANINGS[status]}."] if status else []
     notices += list(facts.get("notices", ()))
     tiles = [
         Tile(

@@ -22,8 +22,9 @@ from experiments.timing.statistics import Effect, Verdict
 
 ALPHA = 0.05  # probability of a false alarm in the second set, over all points together
 CHANGES = (Verdict.SLOWER, Verdict.FASTER)
-# Exit statuses; `pages.MEANINGS` says what they mean.
-FINE, REGRESSION, UNSURE, FAILED, NOTHING, INTERRUPTED = 0, 3, 4, 5, 6, 130
+# Exit statuses; `pages.EXIT_MEANINGS` says what they mean.
+EXIT_FINE, EXIT_REGRESSION, EXIT_UNSURE = 0, 3, 4
+EXIT_FAILED, EXIT_NOTHING, EXIT_INTERRUPTED = 5, 6, 130
 
 
 class Stage(Enum):

@@ -22,7 +22,7 @@ from experiments.gate.instructions import Counts
 from experiments.gate.pairs import Side, SideFolders, Trial, TrialRunner
 from experiments.gate.points import Setup, points_of
 from experiments.gate.revisions import BuildError
-from experiments.gate.rules import INTERRUPTED, Rules
+from experiments.gate.rules import EXIT_INTERRUPTED, Rules
 from experiments.gate.setup import GateStart
 from experiments.gate.verdicts import Findings, collect_findings
 from experiments.paths import shown_path
@@ -31,7 +31,7 @@ from experiments.run.progress import Display
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Compare two revisions; return the exit status (see `pages.MEANINGS`).
+    """Compare two revisions; return the exit status (see `pages.EXIT_MEANINGS`).
 
     Args:
         config: configuration of the run.
@@ -71,7 +71,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     for finding in findings.points:
         print(pages.format_finding(finding))
     print(f"\n{answer}\n")
-    print(f"exit status {status}: {pages.MEANINGS[status]}" if status else "no objection")
+    print(f"exit status {status}: {pages.EXIT_MEANINGS[status]}" if status else "no objection")
     print(f"report: {shown_path(store.path / 'index.html')}")
     return status
 
@@ -176,13 +176,13 @@ def rebuild(path: Path) -> str:
     trial.add_counts(read_json(path, "instructions.json"))
     if "status" not in gate_result:
         gate_result = {
-            "status": INTERRUPTED,
+            "status": EXIT_INTERRUPTED,
             "experiment": config.name,
             "base": config.gate.base or "its default base",
             "head": config.gate.head,
             "notices": ["This run was killed: points that it did not reach are missing."],
         }
     findings = collect_findings(points_of(config), trial, rules, records)
-    findings = dataclasses.replace(findings, interrupted=gate_result["status"] == INTERRUPTED)
+    findings = dataclasses.replace(findings, interrupted=gate_result["status"] == EXIT_INTERRUPTED)
     run_facts = {name: value for name, value in gate_result.items() if name not in DERIVED_ENTRIES}
     return pages.write_outputs(path, findings, run_facts, gate_result["status"])

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from experiments.config.schema import UsageError
 from experiments.gate.instructions import NATIVE, TOTAL
-from experiments.gate.rules import INTERRUPTED
+from experiments.gate.rules import EXIT_INTERRUPTED
 from experiments.paths import ROOT
 from experiments.report import document, text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
@@ -272,7 +272,7 @@ def _read_findings(path: Path) -> dict[str, Any] | None:
 
 def _exclusion_reason(gate_result: Mapping[str, Any]) -> str:
     """Return why the run of a gate.json is not in a trend; "" if it is."""
-    if gate_result["status"] == INTERRUPTED:
+    if gate_result["status"] == EXIT_INTERRUPTED:
         return "it was interrupted"
     if not gate_result["points"]:
         return f"it has no findings ({gate_result['answer']})"

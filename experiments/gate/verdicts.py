@@ -14,12 +14,12 @@ from experiments.gate.pairs import Side, Trial, faster_samples
 from experiments.gate.points import BuildResult, Point
 from experiments.gate.rules import (
     CHANGES,
-    FAILED,
-    FINE,
-    INTERRUPTED,
-    NOTHING,
-    REGRESSION,
-    UNSURE,
+    EXIT_FAILED,
+    EXIT_FINE,
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING,
+    EXIT_REGRESSION,
+    EXIT_UNSURE,
     Rules,
     Ruling,
     decide,
@@ -100,21 +100,22 @@ class Findings:
     def status(self, *, strict: bool) -> int:
         """Return the exit status: 130 for an interrupted run, else that of the worst finding.
 
-        With `strict`, points that are UNSURE or NOISY give UNSURE instead of FINE or NOTHING.
+        With `strict`, points that are UNSURE or NOISY give EXIT_UNSURE instead of EXIT_FINE or
+        EXIT_NOTHING.
         """
         if self.interrupted:
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         if self.broken:
-            return FAILED if self.broken_side is Side.head else NOTHING
+            return EXIT_FAILED if self.broken_side is Side.head else EXIT_NOTHING
         if any(point.is_regression for point in self.points):
-            return REGRESSION
+            return EXIT_REGRESSION
         if self.in_states("MISSING", "FAILED"):
-            return FAILED
+            return EXIT_FAILED
         if not self.compared:
-            return UNSURE if strict and self.in_states("NOISY") else NOTHING
+            return EXIT_UNSURE if strict and self.in_states("NOISY") else EXIT_NOTHING
         if strict and self.in_states(Verdict.UNSURE.value, "NOISY"):
-            return UNSURE
-        return FINE
+            return EXIT_UNSURE
+        return EXIT_FINE
 
 
 STATES_BY_SEVERITY = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NEW")

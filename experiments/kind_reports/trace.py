@@ -42,8 +42,9 @@ NOTES = (
     "over the batches after those that fill the cache; sizes are fractions of the distinct rows of "
     "the whole trace. 'Offline optimum' (Belady's MIN on batches) and 'static top-k' know the "
     "future; 'LRU' is fully associative and keeps the most recently used rows.",
-    f"Published histograms: {production.SOURCE}; one batch of {production.SAMPLES:,} samples, "
-    f"{production.TABLES} tables, {production.LOOKUPS:,} lookups, {production.DISTINCT:,} distinct "
+    f"Published histograms: {production.SOURCE}; one batch of {production.NUM_SAMPLES:,} samples, "
+    f"{production.NUM_TABLES} tables, {production.NUM_LOOKUPS:,} lookups, "
+    f"{production.NUM_DISTINCT_ROWS:,} distinct "
     "rows. 'Production-like' ids are drawn from a mixture of Poisson rates under which counts like "
     "the published ones are expected.",
 )

@@ -236,26 +236,26 @@ class CacheLines:
     The system is advised to use that kind of pages, and may not follow.
 
     Attributes:
-        count: number of cache lines, at least 1.
-        words: content of the memory, int64 [count * WORDS_PER_LINE].
+        num_lines: number of cache lines, at least 1.
+        words: content of the memory, int64 [num_lines * WORDS_PER_LINE].
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
-        self.count = max(1, nbytes // LINE_BYTES)
+        self.num_lines = max(1, nbytes // LINE_BYTES)
         page_bytes = huge_page_bytes()
-        mapped_bytes = (self.count * LINE_BYTES // page_bytes + 2) * page_bytes
+        mapped_bytes = (self.num_lines * LINE_BYTES // page_bytes + 2) * page_bytes
         # Private memory, because other rules give huge pages to shared memory.
         self.memory = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
         if advice is not None:
             self.memory.madvise(advice)
-        self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS_PER_LINE]
+        self.words = np.frombuffer(self.memory, np.int64)[: self.num_lines * WORDS_PER_LINE]
         self.words[:] = 0
-        self.words[::WORDS_PER_LINE] = np.arange(self.count)
+        self.words[::WORDS_PER_LINE] = np.arange(self.num_lines)
 
     def positions(self, keys: Tensor) -> Tensor:
         """Return, per key, the index in `words` of the line's number; int64 [N] on the CPU."""
-        return keys.remainder(self.count) * WORDS_PER_LINE
+        return keys.remainder(self.num_lines) * WORDS_PER_LINE
 
     def read_by_torch(self, positions: Tensor) -> Tensor:
         """Return `words` at `positions`, int64 [N], read by torch on its threads."""

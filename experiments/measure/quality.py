@@ -44,7 +44,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
         for outcome in outcomes.values():
             outcome.fail(error)
         return [make_record(cell, outcome, session) for outcome in outcomes.values()]
-    sized_workload = dataclasses.replace(cell.workload, sizes=list(clicks.rows))
+    sized_workload = dataclasses.replace(cell.workload, sizes=list(clicks.num_ids))
     cell = dataclasses.replace(cell, workload=sized_workload)
     trained_models = _train_all(cell, session, clicks, plan, outcomes)
     session.note("|timing steps")
@@ -57,7 +57,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     )
     for arm, samples in zip(trained_models, step_times, strict=True):
         outcomes[arm].race_result.samples = {"step": samples}
-    data_entries = _data_entries(clicks, plan) | {"lookups": plan.batch * len(clicks.rows)}
+    data_entries = _data_entries(clicks, plan) | {"lookups": plan.batch * len(clicks.num_ids)}
     return [
         make_record(cell, outcomes[arm], session)
         | data_entries
@@ -106,7 +106,7 @@ def _train_all(
     def build_model(arm: Arm, rate: float) -> Model:
         task = task_of(data, plan, arm.cache or 1.0, rate)
         if plain_tables is not None:
-            task = dataclasses.replace(task, trained=plain_tables.weights)
+            task = dataclasses.replace(task, read_trained_rows=plain_tables.weights)
         return build(data, plan, arm.contender, task).to(session.device)
 
     def note_of(arm: Arm) -> Callable[[str], object]:
@@ -128,14 +128,14 @@ def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
     tables. `oracle_auc` and `oracle_loss` are the scores of the true probabilities, or None.
     """
     oracle = oracle_scores(data)
-    large_rows = [data.rows[field] for field in data.large_fields(plan.large)]
+    large_rows = [data.num_ids[field] for field in data.large_fields(plan.large)]
     return {
         "title": data.title,
         "data": data.name,
         "samples_of": {
-            "train": data.ends[0],
-            "valid": data.ends[1] - data.ends[0],
-            "test": len(data.labels) - data.ends[1],
+            "train": data.split_ends[0],
+            "valid": data.split_ends[1] - data.split_ends[0],
+            "test": len(data.labels) - data.split_ends[1],
         },
         "positive": float(data.labels.mean()),
         "large_tables": len(large_rows),

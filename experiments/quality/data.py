@@ -39,38 +39,38 @@ class Clicks:
     Attributes:
         name: name of the data set.
         title: description of the samples and of the predicted label, for the report.
-        rows: number of ids of each field; the ids are 0 to rows - 1.
+        num_ids: number of ids of each field; a field has the ids from 0 on.
         ids: int64 `[N, F]`.
         numbers: float32 `[N, C]`: standard normal if planted, else standardised by mean and
             deviation of the training samples.
         labels: float32 `[N]`, 0 or 1.
-        ends: end of the training samples and end of the validation samples.
+        split_ends: end of the training samples and end of the validation samples.
         probabilities: probability of label 1 per sample, float32 `[N]`; None if unknown.
     """
 
     name: str
     title: str
-    rows: tuple[int, ...]
+    num_ids: tuple[int, ...]
     ids: Tensor
     numbers: Tensor
     labels: Tensor
-    ends: tuple[int, int]
+    split_ends: tuple[int, int]
     probabilities: Tensor | None = None
 
     @property
     def train(self) -> slice:
         """Return the slice of the training samples."""
-        return slice(0, self.ends[0])
+        return slice(0, self.split_ends[0])
 
     @property
     def valid(self) -> slice:
         """Return the slice of the validation samples, by which rate and epoch are chosen."""
-        return slice(*self.ends)
+        return slice(*self.split_ends)
 
     @property
     def test(self) -> slice:
         """Return the slice of the test samples, to which the reported scores refer."""
-        return slice(self.ends[1], len(self.labels))
+        return slice(self.split_ends[1], len(self.labels))
 
     def to(self, device: torch.device) -> Clicks:
         """Return the samples with their tensors on a device."""
@@ -80,8 +80,8 @@ class Clicks:
 
     def large_fields(self, min_share: float) -> list[int]:
         """Return the numbers of the fields with at least `min_share` of the rows of all fields."""
-        min_rows = min_share * sum(self.rows)
-        return [field for field, rows in enumerate(self.rows) if rows >= min_rows]
+        min_rows = min_share * sum(self.num_ids)
+        return [field for field, rows in enumerate(self.num_ids) if rows >= min_rows]
 
 
 @dataclass(frozen=True)
@@ -360,5 +360,6 @@ SOURCES: dict[str, Callable[[DataSource], Clicks]] = {
 def count_ids(data: Clicks, fields: Sequence[int]) -> list[Tensor]:
     """Return, for each of the fields, the number of training samples with each id, int64 [rows]."""
     return [
-        torch.bincount(data.ids[data.train, field], minlength=data.rows[field]) for field in fields
+        torch.bincount(data.ids[data.train, field], minlength=data.num_ids[field])
+        for field in fields
     ]

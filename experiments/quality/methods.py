@@ -34,22 +34,22 @@ class MethodTask:
     """The tables that a method compresses, and their training.
 
     Attributes:
-        rows: number of rows of each table.
+        num_rows: number of rows of each table.
         dim: number of columns of a row.
         share: permitted bytes ÷ bytes of the plain float32 table, for each table.
         learning_rate: learning rate of Adagrad.
         counts: number of training samples with each id, int64 [rows] per table; () if unknown, for
             which `HotRows` and `build_from_plain` raise Unsupported.
-        trained: function that returns the rows of the trained plain tables, float32 [rows, dim] per
-            table; None if they were not trained. `build_from_plain` needs it.
+        read_trained_rows: function that returns the rows of the trained plain tables, float32
+            [rows, dim] per table; None if they were not trained. `build_from_plain` needs it.
     """
 
-    rows: tuple[int, ...]
+    num_rows: tuple[int, ...]
     dim: int
     share: float
     learning_rate: float
     counts: Sequence[Tensor] = ()
-    trained: Callable[[], Sequence[Tensor]] | None = None
+    read_trained_rows: Callable[[], Sequence[Tensor]] | None = None
 
     def permitted_rows(self, table: int) -> int:
         """Return the number of float32 rows that fit into the permitted bytes of a table (number).
@@ -57,14 +57,14 @@ class MethodTask:
         Raises:
             Unsupported: not one row fits.
         """
-        rows = int(self.share * self.rows[table])
-        if not rows:
-            raise Unsupported(f"{self.share:g} of {self.rows[table]} rows is less than one")
-        return rows
+        num_rows = int(self.share * self.num_rows[table])
+        if not num_rows:
+            raise Unsupported(f"{self.share:g} of {self.num_rows[table]} rows is less than one")
+        return num_rows
 
     def permitted_bytes(self, table: int) -> int:
         """Return the permitted bytes of a table, given by its number."""
-        return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
+        return int(self.share * self.num_rows[table] * self.dim * FLOAT_BYTES)
 
     def check_counts(self) -> None:
         """Raise Unsupported if the task has no `counts`."""
@@ -158,7 +158,7 @@ def _max_rows(task: MethodTask, table: int, configure: Callable[[int], Embedding
     Raises:
         Unsupported: not one row fits, with its index.
     """
-    row_counts, permitted_bytes = range(1, task.rows[table] + 1), task.permitted_bytes(table)
+    row_counts, permitted_bytes = range(1, task.num_rows[table] + 1), task.permitted_bytes(table)
     num_rows = bisect_right(
         row_counts, permitted_bytes, key=lambda num_rows: _table_bytes(configure(num_rows))
     )
@@ -173,12 +173,12 @@ ConfigureTable = Callable[[MethodTask, int], EmbeddingBagConfig]
 
 def build_stored(configure: ConfigureTable, task: MethodTask) -> StoredTables:
     """Return a collection with the tables that `configure` returns."""
-    return StoredTables(task, [configure(task, t) for t in range(len(task.rows))])
+    return StoredTables(task, [configure(task, table) for table in range(len(task.num_rows))])
 
 
 def configure_plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
     """Store every row, whatever the share; `changes` are further arguments of the configuration."""
-    return EmbeddingBagConfig(task.rows[table], task.dim, f"t{table}", **changes)
+    return EmbeddingBagConfig(task.num_rows[table], task.dim, f"t{table}", **changes)
 
 
 def configure_half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig:
@@ -230,7 +230,9 @@ def configure_quotient_remainder(
         Unsupported: the tables do not fit into the permitted bytes.
     """
     try:
-        table_storage = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
+        table_storage = storage.QuotientRemainder.for_share(
+            task.num_rows[table], task.share, combine
+        )
     except ValueError as error:
         raise Unsupported(str(error)) from error
     return configure_plain(task, table, storage=table_storage)
@@ -244,7 +246,7 @@ def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
     Raises:
         Unsupported: no rank fits.
     """
-    rows = task.rows[table]
+    rows = task.num_rows[table]
     one_rank_spec = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
     try:
         return emblib.TTSpec.for_bytes(
@@ -265,8 +267,8 @@ def configure_evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store rows by key in a hash table that evicts the least frequently used ids."""
     table_storage = storage.Hash(eviction=emblib.Eviction.LFU)
 
-    def configure(rows: int) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(rows, task.dim, f"t{table}", storage=table_storage)
+    def configure(num_rows: int) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(num_rows, task.dim, f"t{table}", storage=table_storage)
 
     return configure(_max_rows(task, table, configure))
 
@@ -283,8 +285,8 @@ def configure_cached_train(
     train_storage = train_config.storage
     assert isinstance(train_storage, storage.TensorTrain)
 
-    def configure(rows: int) -> EmbeddingBagConfig:
-        cache = emblib.TTCache(rows, eviction, every=LOOKUPS_PER_CHOICE)
+    def configure(num_rows: int) -> EmbeddingBagConfig:
+        cache = emblib.TTCache(num_rows, eviction, every=LOOKUPS_PER_CHOICE)
         return replace(train_config, storage=replace(train_storage, cache=cache))
 
     return configure(_max_rows(task, table, configure))
@@ -294,19 +296,21 @@ def build_from_plain(task: MethodTask) -> StoredTables:
     """Return tensor trains that start as approximations of the trained plain tables.
 
     Raises:
-        Unsupported: the task has no `counts` or no `trained`, or no rank fits.
+        Unsupported: the task has no `counts` or no `read_trained_rows`, or no rank fits.
     """
     task.check_counts()
-    if task.trained is None:
+    if task.read_trained_rows is None:
         raise Unsupported("plain tables were not trained: add plain to contenders")
     trains = build_stored(configure_tensor_train, task)
     handles: Any = trains.bags.handles()
-    for t, weight in enumerate(task.trained()):
+    for table, weight in enumerate(task.read_trained_rows()):
         approximation = emblib.TTEmbeddingBag.from_dense(
-            weight, spec=tensor_train_spec(task, t, PERMUTED), counts=task.counts[t].clamp(min=1)
+            weight,
+            spec=tensor_train_spec(task, table, PERMUTED),
+            counts=task.counts[table].clamp(min=1),
         )
         with torch.no_grad():
-            for core, value in zip(handles[f"t{t}"].cores, approximation.cores, strict=True):
+            for core, value in zip(handles[f"t{table}"].cores, approximation.cores, strict=True):
                 core.copy_(value)
     return trains
 
@@ -317,8 +321,8 @@ def build_planned(task: MethodTask) -> StoredTables:
     Raises:
         Unsupported: there is no such plan.
     """
-    tables = [configure_plain(task, t) for t in range(len(task.rows))]
-    plain_bytes = sum(task.rows) * task.dim * FLOAT_BYTES
+    tables = [configure_plain(task, table) for table in range(len(task.num_rows))]
+    plain_bytes = sum(task.num_rows) * task.dim * FLOAT_BYTES
     try:
         plan = emblib.plan_memory(
             tables,
@@ -357,20 +361,23 @@ class HotRows(Method):
         super().__init__(task)
         task.check_counts()
         half_task = task.with_share(0.5)
-        num_hot = [half_task.permitted_rows(t) for t in range(len(task.rows))]
-        tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(num_hot)]
+        num_hot = [half_task.permitted_rows(table) for table in range(len(task.num_rows))]
+        tables = [
+            EmbeddingBagConfig(num_rows, task.dim, f"t{table}")
+            for table, num_rows in enumerate(num_hot)
+        ]
         self.hot, self.others = StoredTables(half_task, tables), build_stored(configure, half_task)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
         self.ranks = self.others.ranks
         hot_rows = []
-        for rows, num_hot_rows, counts in zip(task.rows, num_hot, task.counts, strict=True):
+        for num_rows, num_hot_rows, counts in zip(task.num_rows, num_hot, task.counts, strict=True):
             hot_ids = counts.argsort(descending=True, stable=True)[:num_hot_rows]
-            row_of_id = torch.full((rows,), -1)
+            row_of_id = torch.full((num_rows,), -1)
             row_of_id[hot_ids] = torch.arange(num_hot_rows)
             hot_rows.append(row_of_id)
         self.register_buffer("hot_rows", torch.cat(hot_rows))
-        self.register_buffer("starts", torch.tensor([0, *task.rows[:-1]]).cumsum(0))
+        self.register_buffer("starts", torch.tensor([0, *task.num_rows[:-1]]).cumsum(0))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up each id in one of the two collections; in the other -1, whose row is zeros."""

@@ -90,12 +90,14 @@ class Model(nn.Module):
         super().__init__()
         self.large_tables: Method = large_tables
         self.large_fields = data.large_fields(plan.large)
-        self.small_fields = [f for f in range(len(data.rows)) if f not in self.large_fields]
-        small_rows = tuple(data.rows[f] for f in self.small_fields)
-        plain_task = MethodTask(small_rows, plan.dim, 1.0, large_tables.task.learning_rate)
+        self.small_fields = [
+            field for field in range(len(data.num_ids)) if field not in self.large_fields
+        ]
+        num_small_rows = tuple(data.num_ids[field] for field in self.small_fields)
+        plain_task = MethodTask(num_small_rows, plan.dim, 1.0, large_tables.task.learning_rate)
         self.small_tables = METHODS[PLAIN](plain_task) if self.small_fields else None
         self.numbers = nn.Linear(data.numbers.size(1), plan.dim)
-        num_vectors = 1 + len(data.rows)
+        num_vectors = 1 + len(data.num_ids)
         pairs = torch.triu_indices(num_vectors, num_vectors, 1)
         self.register_buffer("pairs", pairs, persistent=False)
         num_inputs = plan.dim + num_vectors * (num_vectors - 1) // 2
@@ -131,8 +133,8 @@ def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> Meth
     `share` is the permitted share of their bytes, `rate` the learning rate of tables.
     """
     fields = data.large_fields(plan.large)
-    rows = tuple(data.rows[field] for field in fields)
-    return MethodTask(rows, plan.dim, share, rate, count_ids(data, fields))
+    num_rows = tuple(data.num_ids[field] for field in fields)
+    return MethodTask(num_rows, plan.dim, share, rate, count_ids(data, fields))
 
 
 def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Model:
@@ -196,7 +198,7 @@ def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
     samples only, so that it is the same for every model.
     """
     generator = torch.Generator().manual_seed(SEED_STEP * plan.seed + epoch)
-    order = torch.randperm(data.ends[0], generator=generator)
+    order = torch.randperm(data.split_ends[0], generator=generator)
     yield from order.split(plan.batch)
 
 
@@ -205,7 +207,12 @@ def predict(model: Model, data: Clicks, samples: slice) -> Tensor:
     """Return the log-odds of a slice of the samples, float32 `[samples]`; set the model to eval."""
     model.eval()
     ids, numbers = data.ids[samples].split(CHUNK_SIZE), data.numbers[samples].split(CHUNK_SIZE)
-    return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
+    return torch.cat(
+        [
+            model(chunk_ids, chunk_numbers)
+            for chunk_ids, chunk_numbers in zip(ids, numbers, strict=True)
+        ]
+    )
 
 
 def score(data: Clicks, samples: slice, log_odds: Tensor) -> Scores:
@@ -268,6 +275,6 @@ def _endless_batches(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:
         yield from (
             batch
             for batch in batches(data, plan, epoch)
-            if len(batch) == min(plan.batch, data.ends[0])
+            if len(batch) == min(plan.batch, data.split_ends[0])
         )
         epoch += 1

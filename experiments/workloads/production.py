@@ -18,8 +18,8 @@ import numpy as np
 from experiments.workloads.distributions import Ids, Reals
 
 SOURCE = "dlrm_datasets, embedding_bag/2022/locality_stats.txt, fbgemm_t788_bs131072_0.pt"
-TABLES, SAMPLES = 788, 131_072
-LOOKUPS, DISTINCT = 1_405_163_864, 110_259_238
+NUM_TABLES, NUM_SAMPLES = 788, 131_072
+NUM_LOOKUPS, NUM_DISTINCT_ROWS = 1_405_163_864, 110_259_238
 # Per bin: the edge (rows with more lookups than it, up to the next edge), the share of these rows
 # among all rows, and their share of the lookups.
 BINS: tuple[tuple[int, float, float], ...] = (
@@ -45,12 +45,12 @@ EDGES = tuple(edge for edge, _, _ in BINS)
 ROWS_SHARE = tuple(rows for _, rows, _ in BINS)
 LOOKUPS_SHARE = tuple(lookups for _, _, lookups in BINS)
 
-# Classes of equally popular rows, the least popular first. RATES are the expected lookups of a row
-# per published batch, from 0.5 to SAMPLES in half octaves. The histograms leave both ends open:
-# here a row with less than one lookup in two batches is never used, and no row occurs twice in a
-# sample. (Then the 7.6 % of the lookups in the last bin belong to about 1,400 rows.) CLASS_ROWS are
-# the rows of a class ÷ distinct rows of the published batch: the most likely ones for the published
-# shares, which tests/experiments/workloads/test_production.py fits again.
+# Classes of equally popular rows, the least popular first. LOOKUP_RATES are the expected lookups of
+# a row per published batch, from 0.5 to NUM_SAMPLES in half octaves. The histograms leave both ends
+# open: here a row with less than one lookup in two batches is never used, and no row occurs twice
+# in a sample. (Then the 7.6 % of the lookups in the last bin belong to about 1,400 rows.)
+# CLASS_ROWS are the rows of a class ÷ distinct rows of the published batch: the most likely ones
+# for the published shares, which tests/experiments/workloads/test_production.py fits again.
 CLASS_ROWS: Reals = np.array(
     [
         *(0.813359, 0.124555, 0.0261172, 0.0133917, 0.0255478, 0.105733, 0.164378, 0.0524245),
@@ -61,7 +61,7 @@ CLASS_ROWS: Reals = np.array(
         *(2.71136e-06, 2.71136e-06, 2.71136e-06, 2.71136e-06),
     ]
 )
-RATES: Reals = 0.5 * 2.0 ** (np.arange(len(CLASS_ROWS)) / 2)
+LOOKUP_RATES: Reals = 0.5 * 2.0 ** (np.arange(len(CLASS_ROWS)) / 2)
 ROWS_PER_DISTINCT = float(CLASS_ROWS.sum())  # rows of a table ÷ distinct rows of a published batch
 
 
@@ -70,61 +70,61 @@ class RankSteps:
     """The distribution of ranks of a table, the most popular rank first, as a step function.
 
     Attributes:
-        last: last rank of each step, counted from 1.
-        mass: probability of all ranks of a step, which are equally likely.
+        last_ranks: last rank of each step, counted from 1.
+        masses: probability of all ranks of a step, which are equally likely.
     """
 
-    last: Ids
-    mass: Reals
+    last_ranks: Ids
+    masses: Reals
 
 
 @cache
-def rank_steps(rows: int) -> RankSteps:
-    """Return the distribution of ranks of a table of `rows` >= 1 rows.
+def rank_steps(num_rows: int) -> RankSteps:
+    """Return the distribution of ranks of a table of `num_rows` >= 1 rows.
 
-    Sort the rows of all classes by popularity and divide them into `rows` equal groups: rank r is
-    as popular as group r. So on a small table one rank may cover several classes. Results are
+    Sort the rows of all classes by popularity and divide them into `num_rows` equal groups: rank r
+    is as popular as group r. So on a small table one rank may cover several classes. Results are
     cached: do not change them.
     """
     row_share = np.cumsum((CLASS_ROWS / CLASS_ROWS.sum())[::-1])
-    lookups = (CLASS_ROWS * RATES)[::-1]
+    lookups = (CLASS_ROWS * LOOKUP_RATES)[::-1]
     lookup_share = np.cumsum(lookups / lookups.sum())
-    last_rank = np.rint(row_share * rows).astype(np.int64)
-    last_rank[-1] = rows
+    last_rank = np.rint(row_share * num_rows).astype(np.int64)
+    last_rank[-1] = num_rows
     last_rank = np.unique(last_rank[last_rank > 0])
     lookups_up_to = np.interp(
-        last_rank / rows, np.append(0.0, row_share), np.append(0.0, lookup_share)
+        last_rank / num_rows, np.append(0.0, row_share), np.append(0.0, lookup_share)
     )
     return RankSteps(last_rank, np.diff(lookups_up_to / lookups_up_to[-1], prepend=0.0))
 
 
-def draw_ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
+def draw_ranks(rng: np.random.Generator, count: int, num_rows: int) -> Ids:
     """Draw `count` independent ranks in 1..rows, int64 [count]."""
-    table_steps = rank_steps(rows)
-    mass_up_to = np.cumsum(table_steps.mass)
+    table_steps = rank_steps(num_rows)
+    mass_up_to = np.cumsum(table_steps.masses)
     draws = rng.random(count) * mass_up_to[-1]
-    step = np.minimum(np.searchsorted(mass_up_to, draws, side="right"), len(mass_up_to) - 1)
-    ranks_before = np.concatenate([[0], table_steps.last[:-1]])
-    mass = table_steps.mass[step]
-    position_in_step = (draws - (mass_up_to[step] - mass)) / mass
-    ranks_in_step = table_steps.last[step] - ranks_before[step]
+    step_of_draw = np.minimum(np.searchsorted(mass_up_to, draws, side="right"), len(mass_up_to) - 1)
+    ranks_before = np.concatenate([[0], table_steps.last_ranks[:-1]])
+    mass_of_step = table_steps.masses[step_of_draw]
+    position_in_step = (draws - (mass_up_to[step_of_draw] - mass_of_step)) / mass_of_step
+    ranks_in_step = table_steps.last_ranks[step_of_draw] - ranks_before[step_of_draw]
     return (
-        ranks_before[step]
+        ranks_before[step_of_draw]
         + 1
         + np.clip((position_in_step * ranks_in_step).astype(np.int64), 0, ranks_in_step - 1)
     )
 
 
-def probabilities(rows: int) -> Reals:
+def probabilities(num_rows: int) -> Reals:
     """Return the probability of each rank, float64 [rows], rank 1 first."""
-    table_steps = rank_steps(rows)
-    ranks_in_step = np.diff(table_steps.last, prepend=0)
-    return np.repeat(table_steps.mass / ranks_in_step, ranks_in_step)
+    table_steps = rank_steps(num_rows)
+    ranks_in_step = np.diff(table_steps.last_ranks, prepend=0)
+    return np.repeat(table_steps.masses / ranks_in_step, ranks_in_step)
 
 
-def published_lookups(rows: int) -> int:
-    """Return the number of lookups of the published batch, scaled to a table of `rows` rows."""
-    return round(rows / ROWS_PER_DISTINCT * LOOKUPS / DISTINCT)
+def published_lookups(num_rows: int) -> int:
+    """Return the number of lookups of the published batch, scaled to a table of `num_rows` rows."""
+    return round(num_rows / ROWS_PER_DISTINCT * NUM_LOOKUPS / NUM_DISTINCT_ROWS)
 
 
 def histograms(counts: Ids) -> tuple[Reals, Reals]:
@@ -133,6 +133,8 @@ def histograms(counts: Ids) -> tuple[Reals, Reals]:
     `counts` are the lookups of each row, int64 [rows], > 0.
     """
     bin_of_row = np.searchsorted(EDGES, counts) - 1
-    rows = np.bincount(bin_of_row, minlength=len(EDGES)) / max(1, len(counts))
-    lookups = np.bincount(bin_of_row, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))
-    return rows, lookups
+    row_shares = np.bincount(bin_of_row, minlength=len(EDGES)) / max(1, len(counts))
+    lookup_shares = np.bincount(bin_of_row, counts, minlength=len(EDGES)) / max(
+        1, int(counts.sum())
+    )
+    return row_shares, lookup_shares

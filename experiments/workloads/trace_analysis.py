@@ -120,11 +120,11 @@ class Blocks:
     """Blocks of rows with equal counts in the ranking half of a trace, the most popular first.
 
     Attributes:
-        last: last rank of each block, counted from 1, int64 [blocks].
+        last_ranks: last rank of each block, counted from 1, int64 [blocks].
         lookups: lookups of each block's rows in the other half, int64 [blocks].
     """
 
-    last: Ids
+    last_ranks: Ids
     lookups: Ids
 
     @classmethod
@@ -150,7 +150,7 @@ def fit_zipf(ranking: Ids, lookups_to_fit: Ids, num_rows: int) -> ZipfFit | None
         num_rows: number of rows of the table, at least len(ranking).
     """
     blocks = Blocks.of(ranking, lookups_to_fit, num_rows)
-    if len(blocks.last) < MIN_BLOCKS or blocks.lookups.sum() < MIN_LOOKUPS:
+    if len(blocks.last_ranks) < MIN_BLOCKS or blocks.lookups.sum() < MIN_LOOKUPS:
         return None
     # A point is (s, log(1 + q)), because q varies over orders of magnitude.
     low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(num_rows)])
@@ -174,7 +174,7 @@ def fit_zipf(ranking: Ids, lookups_to_fit: Ids, num_rows: int) -> ZipfFit | None
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
     """Return the log-likelihood of the blocks' lookups per exponent, [len(s)]."""
     mass = block_masses(blocks, s, q)
-    size = np.diff(blocks.last, prepend=0)
+    size = np.diff(blocks.last_ranks, prepend=0)
     return np.asarray((blocks.lookups * np.log(np.maximum(mass, TINY_MASS) / size)).sum(1))
 
 
@@ -187,9 +187,9 @@ def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
     head = np.concatenate([np.zeros((len(s), 1)), head], axis=1)
-    mass_up_to = head[:, np.minimum(blocks.last, EXACT_RANKS)]
-    if blocks.last[-1] > EXACT_RANKS:
-        ends = np.maximum(blocks.last, EXACT_RANKS) + 0.5
+    mass_up_to = head[:, np.minimum(blocks.last_ranks, EXACT_RANKS)]
+    if blocks.last_ranks[-1] > EXACT_RANKS:
+        ends = np.maximum(blocks.last_ranks, EXACT_RANKS) + 0.5
         tail = np.stack([integral(ends, float(x), q) for x in s])
         start = np.array([integral(np.array(EXACT_RANKS + 0.5), float(x), q) for x in s])
         mass_up_to = mass_up_to + (tail - start[:, None])

@@ -182,16 +182,16 @@ def _feature_ids(
     return distributions.permute(ranks, shape.rows, seed)
 
 
-def probabilities(workload: WorkloadConfig, rows: int) -> distributions.Reals | None:
-    """Return the probability of each of `rows` rows, float64 [rows], the most popular first.
+def probabilities(workload: WorkloadConfig, num_rows: int) -> distributions.Reals | None:
+    """Return the probability of each row, float64 [num_rows], the most popular row first.
 
     None for a trace.
     """
     match workload.distribution:
         case Distribution.uniform:
-            return distributions.zipf_probabilities(rows, 0.0)
+            return distributions.zipf_probabilities(num_rows, 0.0)
         case Distribution.zipf:
-            return distributions.zipf_probabilities(rows, workload.s, workload.q)
+            return distributions.zipf_probabilities(num_rows, workload.s, workload.q)
         case Distribution.production:
-            return production.probabilities(rows)
+            return production.probabilities(num_rows)
     return None

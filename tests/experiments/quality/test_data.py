@@ -25,9 +25,9 @@ def test_every_source_has_a_name() -> None:
 def test_planted_samples_follow_their_chances() -> None:
     data = planted()
     assert data.ids.shape == (20_000, 10)
-    assert data.ends == (14_000, 16_000)
+    assert data.split_ends == (14_000, 16_000)
     assert (data.ids >= 0).all()
-    assert (data.ids < torch.tensor(data.rows)).all()
+    assert (data.ids < torch.tensor(data.num_ids)).all()
     # Labels of samples with a chance near p are 1 about that often.
     for low in (0.1, 0.4, 0.7):
         some = (data.probabilities >= low) & (data.probabilities < low + 0.1)
@@ -42,7 +42,7 @@ def test_planted_ids_are_in_order_of_frequency() -> None:
     data = planted()
     (number,) = count_ids(data, [0])
     assert number[0] > 5 * number[10] > 0
-    assert number.sum() == data.ends[0]
+    assert number.sum() == data.split_ends[0]
 
 
 def test_a_seed_gives_equal_samples_and_another_one_others() -> None:
@@ -81,12 +81,12 @@ def test_a_file_of_criteos_layout(tmp_path: Path) -> None:
     assert data.labels.tolist() == [float(row[0]) for row in cells]
     for field in range(26):
         words = [row[14 + field] for row in cells]
-        assert data.rows[field] == len(set(words))
+        assert data.num_ids[field] == len(set(words))
         known = dict(zip(words, data.ids[:, field].tolist(), strict=True))
         assert data.ids[:, field].tolist() == [known[word] for word in words]
         assert len(set(known.values())) == len(known)
     first = np.log1p([max(0.0, float(row[1] or 0)) for row in cells])
-    train = first[: data.ends[0]]
+    train = first[: data.split_ends[0]]
     np.testing.assert_allclose(
         data.numbers[:, 0].numpy(), (first - train.mean()) / train.std(), rtol=1e-4, atol=1e-5
     )
@@ -103,7 +103,7 @@ def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
     data = load(DataSource("interactions", str(path)))
     assert data.labels.sum() == 500
     assert len(data.labels) == 1000
-    assert data.rows == (len(set(user)), len(set(item)))
+    assert data.num_ids == (len(set(user)), len(set(item)))
     stored = tmp_path / "views.npz"
     np.savez(stored, user=user, item=item, time=moment)
     other = load(DataSource("interactions", str(stored)))
@@ -143,7 +143,7 @@ def test_missing_users_and_items_are_an_id(tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     path.write_text("user,item,time\n" + "".join(f"u{n % 3},,{n}\n,i{n},{n}\n" for n in range(9)))
     data = load(DataSource("interactions", str(path)))
-    assert data.rows == (4, 10)
+    assert data.num_ids == (4, 10)
     assert data.ids.min() == 0
 
 

@@ -172,7 +172,9 @@ def test_a_share_that_a_method_cannot_have(name: str, share: float) -> None:
 @pytest.mark.parametrize("name", ["tt_hot", "hashed_hot", "tt_from_plain"])
 def test_a_task_without_counts_is_unsupported(name: str) -> None:
     with pytest.raises(Unsupported, match="counts of ids"):
-        METHODS[name](MethodTask(ROWS, DIM, 0.5, 0.1, trained=task(1.0).trained))
+        METHODS[name](
+            MethodTask(ROWS, DIM, 0.5, 0.1, read_trained_rows=task(1.0).read_trained_rows)
+        )
 
 
 def test_methods_with_trains_state_their_ranks() -> None:

@@ -19,7 +19,7 @@ def test_published_shares_add_up() -> None:
 
 def test_published_shares_agree_with_each_other() -> None:
     """A bin's lookups per row, from both shares and both totals, lie within the bin."""
-    mean = production.LOOKUPS / production.DISTINCT
+    mean = production.NUM_LOOKUPS / production.NUM_DISTINCT_ROWS
     for b in range(9):  # further on a share of rows is one digit
         rows, lookups = production.ROWS_SHARE[b], production.LOOKUPS_SHARE[b]
         low = (lookups - ROUNDING) * mean / (rows + ROUNDING)
@@ -34,8 +34,8 @@ FIT_ROUNDS = 4000
 
 def bins_by_class() -> tuple[np.ndarray, np.ndarray]:
     """Return rows and lookups per bin of one row of each class, [bins, classes]."""
-    bins = np.stack([expected_bins(float(rate)) for rate in production.RATES], axis=2)
-    return bins[0], bins[1] / (production.LOOKUPS / production.DISTINCT)
+    bins = np.stack([expected_bins(float(rate)) for rate in production.LOOKUP_RATES], axis=2)
+    return bins[0], bins[1] / (production.NUM_LOOKUPS / production.NUM_DISTINCT_ROWS)
 
 
 def expected_bins(rate: float) -> np.ndarray:

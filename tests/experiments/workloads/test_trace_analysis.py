@@ -135,7 +135,7 @@ def test_blocks_of_a_table_far_larger_than_memory() -> None:
     for unused, last in (([], [2, 3, 10**14]), ([0, 0], [2, 3, 10**14])):
         counts = np.array([7, 2, 7, *unused])
         blocks = trace_analysis.Blocks.of(counts, counts, 10**14)
-        assert blocks.last.tolist() == last
+        assert blocks.last_ranks.tolist() == last
         assert blocks.lookups.tolist() == [14, 2, 0]
 
 
