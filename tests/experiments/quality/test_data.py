@@ -152,12 +152,12 @@ def test_ids_are_read_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     users = [str(2**60 + n) for n in range(9)] + [""]
     path.write_text("user,item,time\n" + "".join(f"{u},1,{n}\n" for n, u in enumerate(users)))
-    assert load(DataSource("interactions", str(path))).rows == (10, 1)
+    assert load(DataSource("interactions", str(path))).num_ids == (10, 1)
     numbers = [f"{n % 5},1,{n}\n" for n in range(200_000)]
     path.write_text("user,item,time\n" + "".join([*numbers, "x,1,0\n", *numbers]))
-    assert load(DataSource("interactions", str(path))).rows == (6, 1)
+    assert load(DataSource("interactions", str(path))).num_ids == (6, 1)
     path.write_text("user,item,time\n7,8,1,\n7,9,2,\n")
-    assert load(DataSource("interactions", str(path))).rows == (1, 2)
+    assert load(DataSource("interactions", str(path))).num_ids == (1, 2)
 
 
 def test_packaged_data_or_how_to_get_it() -> None:
@@ -169,7 +169,7 @@ def test_packaged_data_or_how_to_get_it() -> None:
         return
     films = load(DataSource("movielens"))
     assert len(films.labels) == 100_004
-    assert films.rows[:2] == (671, 9066)
+    assert films.num_ids[:2] == (671, 9066)
     # Nearly every user of the test samples is known from training.
     known = set(films.ids[films.train, 0].tolist())
     assert len(set(films.ids[films.test, 0].tolist()) - known) == 0
