@@ -165,11 +165,11 @@ def pool_entries(pool: Pool) -> dict[str, Any]:
     `pool_batches` the number of batches, `pool_folded` the number of ids outside their tables.
     """
     return {
-        "lookups": pool.lookups,
-        "unique_rows": pool.unique_rows,
+        "lookups": pool.lookups_per_batch,
+        "unique_rows": pool.unique_rows_per_batch,
         "pool_sha256": pool.fingerprint,
         "pool_batches": len(pool.batches),
-        "pool_folded": pool.folded,
+        "pool_folded": pool.num_folded,
     }
 
 

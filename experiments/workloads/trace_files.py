@@ -41,12 +41,12 @@ class TableBags:
     Attributes:
         ids: rows, int64 [lookups].
         lengths: lookups per sample, int64 [B].
-        folded: number of ids that were outside the table.
+        num_folded: number of ids that were outside the table.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
-    folded: int = 0
+    num_folded: int = 0
 
 
 def resolve(workload: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
@@ -104,61 +104,67 @@ def resolve(workload: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
 
 
 def batches(
-    workload: WorkloadConfig, sizes: Sequence[int], count: int
+    workload: WorkloadConfig, rows_of_tables: Sequence[int], num_batches: int
 ) -> Iterator[list[TableBags]]:
-    """Yield up to `count` batches of B consecutive samples, each a list with one entry per table.
+    """Yield batches of B consecutive samples, each a list with one entry per table.
 
     Args:
         workload: workload of a trace.
-        sizes: rows of each table. 0 leaves the ids of a table unchecked; ids beyond int64 then
-            wrap around.
-        count: maximum number of batches; a short file has fewer.
+        rows_of_tables: rows of each table. 0 leaves the ids of a table unchecked; ids beyond int64
+            then wrap around.
+        num_batches: maximum number of batches; a short file has fewer.
 
     Raises:
         TraceError: an id is outside its table, with ids=exact, or the file is damaged.
     """
     names = workload.columns or [column.name for column in _chosen_columns(workload)]
     blocks = _regroup(_blocks(workload, names, workload.B), workload.B)
-    for block in itertools.islice(blocks, count):
+    for block in itertools.islice(blocks, num_batches):
         yield [
-            _checked_rows(bags, size, name, workload)
-            for bags, size, name in zip(block, sizes, names, strict=True)
+            _checked_rows(bags, num_rows, name, workload)
+            for bags, num_rows, name in zip(block, rows_of_tables, names, strict=True)
         ]
 
 
-def _regroup(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
-    """Regroup blocks of any size into blocks of `size` samples; drop an incomplete last one."""
+def _regroup(
+    blocks: Iterator[list[TableLookups]], num_samples: int
+) -> Iterator[list[TableLookups]]:
+    """Regroup blocks into blocks of `num_samples` samples; drop an incomplete last one."""
     pending_bags: list[TableLookups] = []
     for block in blocks:
         if pending_bags and len(pending_bags[0].lengths):
             pairs = zip(pending_bags, block, strict=True)
             block = [TableLookups(*map(np.concatenate, zip(*pair, strict=True))) for pair in pairs]
         pending_bags = block
-        while len(pending_bags[0].lengths) >= size:
-            ends = [int(bags.lengths[:size].sum()) for bags in pending_bags]
+        while len(pending_bags[0].lengths) >= num_samples:
+            ends = [int(bags.lengths[:num_samples].sum()) for bags in pending_bags]
             tables_and_ends = list(zip(pending_bags, ends, strict=True))
             yield [
-                TableLookups(bags.ids[:end], bags.lengths[:size]) for bags, end in tables_and_ends
+                TableLookups(bags.ids[:end], bags.lengths[:num_samples])
+                for bags, end in tables_and_ends
             ]
             pending_bags = [
-                TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in tables_and_ends
+                TableLookups(bags.ids[end:], bags.lengths[num_samples:])
+                for bags, end in tables_and_ends
             ]
 
 
-def _checked_rows(bags: TableLookups, size: int, name: str, workload: WorkloadConfig) -> TableBags:
-    """Return bags with ids in [0, size): fold other ids or raise; size 0 accepts every id."""
+def _checked_rows(
+    bags: TableLookups, num_rows: int, name: str, workload: WorkloadConfig
+) -> TableBags:
+    """Return bags with ids in [0, num_rows): fold other ids or raise; 0 rows accept every id."""
     ids: Integers = bags.ids
-    if not size:
+    if not num_rows:
         return TableBags(ids.astype(np.int64), bags.lengths)
-    outside_ids = ids[(ids < 0) | (ids >= size)]
+    outside_ids = ids[(ids < 0) | (ids >= num_rows)]
     if len(outside_ids) and workload.ids is Ids.exact:
         raise TraceError(
-            f"{Path(workload.file).name}: table {name} has {size:,} rows and the trace looks up id "
-            f"{outside_ids[0]}; give workload.E=N with N beyond the largest id, or "
+            f"{Path(workload.file).name}: table {name} has {num_rows:,} rows and the trace looks "
+            f"up id {outside_ids[0]}; give workload.E=N with N beyond the largest id, or "
             "workload.ids=fold for ids modulo the rows"
         )
     if len(outside_ids):
-        ids = np.mod(ids, np.asarray(size, ids.dtype if ids.itemsize == 8 else np.int64))
+        ids = np.mod(ids, np.asarray(num_rows, ids.dtype if ids.itemsize == 8 else np.int64))
     return TableBags(ids.astype(np.int64), bags.lengths, len(outside_ids))
 
 
@@ -170,7 +176,7 @@ def _path(workload: WorkloadConfig) -> Path:
 
 
 @cache
-def _checksum(path: Path, size: int, modified_ns: int) -> str:
+def _checksum(path: Path, num_bytes: int, modified_ns: int) -> str:
     """Return the file's sha256, which is cached until size or time of the file change."""
     return emblib.trace.sha256(path)
 
@@ -210,14 +216,14 @@ def _open(workload: WorkloadConfig) -> Reader:
 
 
 def _blocks(
-    workload: WorkloadConfig, names: Sequence[str], size: int
+    workload: WorkloadConfig, names: Sequence[str], num_samples: int
 ) -> Iterator[list[TableLookups]]:
     with converting_read_errors(_path(workload)):
-        yield from _open(workload).blocks(names, size)
+        yield from _open(workload).blocks(names, num_samples)
 
 
 @cache
-def _reader(path: Path, file_format: Format, size: int, modified_ns: int) -> Reader:
+def _reader(path: Path, file_format: Format, num_bytes: int, modified_ns: int) -> Reader:
     """Return the reader of a file, which is cached until size or time of the file change."""
     return READERS[file_format](path)
 

@@ -49,8 +49,8 @@ class Batch:
 
     def feature(self, feature: int) -> tuple[Tensor, Tensor]:
         """Return the ids [lookups] and offsets [B + 1] of one feature; offsets start at 0."""
-        size = self.gradient.size(0)
-        offsets = self.offsets[feature * size : (feature + 1) * size + 1]
+        batch_size = self.gradient.size(0)
+        offsets = self.offsets[feature * batch_size : (feature + 1) * batch_size + 1]
         start, end = int(offsets[0]), int(offsets[-1])
         return self.indices[start:end], offsets - start
 
@@ -61,17 +61,17 @@ class Pool:
 
     Attributes:
         batches: the batches; on tiny tables some may be equal.
-        lookups: mean number of lookups per batch, rounded.
-        unique_rows: mean number of distinct rows per batch, counted per table.
+        lookups_per_batch: mean number of lookups per batch, rounded.
+        unique_rows_per_batch: mean number of distinct rows per batch, counted per table.
         fingerprint: sha256 of all ids, and of the offsets of a trace.
-        folded: number of lookups of a trace outside their table, in all batches.
+        num_folded: number of lookups of a trace outside their table, in all batches.
     """
 
     batches: tuple[Batch, ...]
-    lookups: int
-    unique_rows: float
+    lookups_per_batch: int
+    unique_rows_per_batch: float
     fingerprint: str
-    folded: int = 0
+    num_folded: int = 0
 
 
 def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
 
 
 def make_pool(
-    workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
+    workload: WorkloadConfig, shapes: tuple[TableShape, ...], num_batches: int, seed: int
 ) -> Pool:
     """Make the batches of a workload; equal arguments give equal batches.
 
@@ -118,7 +118,7 @@ def make_pool(
     Args:
         workload: workload; a trace must be resolved (`trace_files.resolve`).
         shapes: tables, which may have fewer rows than those of `workload`.
-        count: maximum number of batches, at least 1.
+        num_batches: maximum number of batches, at least 1.
         seed: seed of ids and gradients; for a trace of the gradients only.
 
     Raises:
@@ -127,16 +127,16 @@ def make_pool(
     """
     digest = hashlib.sha256()
     batches, num_unique, num_folded = [], 0, 0
-    for number, tables in enumerate(_lookups(workload, shapes, count, seed)):
-        indices = np.concatenate([bags.ids for bags in tables])
-        num_unique += sum(len(np.unique(bags.ids)) for bags in tables)
-        num_folded += sum(bags.folded for bags in tables)
-        offsets = np.cumsum(np.concatenate([[0], *(bags.lengths for bags in tables)]))
+    for batch_number, bags_of_tables in enumerate(_lookups(workload, shapes, num_batches, seed)):
+        indices = np.concatenate([bags.ids for bags in bags_of_tables])
+        num_unique += sum(len(np.unique(bags.ids)) for bags in bags_of_tables)
+        num_folded += sum(bags.num_folded for bags in bags_of_tables)
+        offsets = np.cumsum(np.concatenate([[0], *(bags.lengths for bags in bags_of_tables)]))
         digest.update(indices.tobytes())
         if workload.distribution is Distribution.trace:
             digest.update(offsets.tobytes())
         num_columns = sum(shape.dim for shape in shapes)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + batch_number)
         # Small gradients keep the weights near their initial values, however many steps are timed.
         gradient = torch.randn(workload.B, num_columns, generator=generator) / workload.B
         batches.append(Batch(torch.from_numpy(indices), torch.from_numpy(offsets), gradient))
@@ -144,25 +144,27 @@ def make_pool(
         raise trace_files.TraceError(
             f"{workload.file} has fewer than {workload.B:,} samples, one batch: lower workload.B"
         )
-    lookups = round(sum(batch.indices.numel() for batch in batches) / len(batches))
-    return Pool(tuple(batches), lookups, num_unique / len(batches), digest.hexdigest(), num_folded)
+    mean_lookups = round(sum(batch.indices.numel() for batch in batches) / len(batches))
+    return Pool(
+        tuple(batches), mean_lookups, num_unique / len(batches), digest.hexdigest(), num_folded
+    )
 
 
 def _lookups(
-    workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
+    workload: WorkloadConfig, shapes: tuple[TableShape, ...], num_batches: int, seed: int
 ) -> Iterator[list[trace_files.TableBags]]:
     """Yield the batches, each a list of the bags of every table; arguments as for `make_pool`."""
     if workload.distribution is Distribution.trace:
         are_tables_shrunk = [shape.rows for shape in shapes] != list(table_rows(workload))
         if are_tables_shrunk:  # ids beyond the shrunk tables are expected
             workload = dataclasses.replace(workload, ids=Ids.fold)
-        yield from trace_files.batches(workload, [shape.rows for shape in shapes], count)
+        yield from trace_files.batches(workload, [shape.rows for shape in shapes], num_batches)
         return
     lengths = np.full(workload.B, workload.L, np.int64)
-    for number in range(count):
-        rng = np.random.default_rng([seed, number])
+    for batch_number in range(num_batches):
+        rng = np.random.default_rng([seed, batch_number])
         ids_by_feature = [
-            _feature_ids(rng, workload, shape, seed + f) for f, shape in enumerate(shapes)
+            _feature_ids(rng, workload, shape, seed + table) for table, shape in enumerate(shapes)
         ]
         yield [trace_files.TableBags(ids, lengths) for ids in ids_by_feature]
 
@@ -170,13 +172,13 @@ def _lookups(
 def _feature_ids(
     rng: np.random.Generator, workload: WorkloadConfig, shape: TableShape, seed: int
 ) -> distributions.Ids:
-    count = workload.B * workload.L
+    num_lookups = workload.B * workload.L
     if workload.distribution is Distribution.uniform:
-        return rng.integers(0, shape.rows, count, dtype=np.int64)
+        return rng.integers(0, shape.rows, num_lookups, dtype=np.int64)
     if workload.distribution is Distribution.production:
-        ranks = production.draw_ranks(rng, count, shape.rows)
+        ranks = production.draw_ranks(rng, num_lookups, shape.rows)
     else:
-        ranks = distributions.zipf_ranks(rng, count, shape.rows, workload.s, workload.q)
+        ranks = distributions.zipf_ranks(rng, num_lookups, shape.rows, workload.s, workload.q)
     if workload.order is Order.ranked:
         return ranks - 1
     return distributions.permute(ranks, shape.rows, seed)

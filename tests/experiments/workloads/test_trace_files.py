@@ -161,7 +161,7 @@ def test_an_id_outside_its_table_is_an_error_unless_folding_is_asked_for(
         5,
         1,
     )
-    assert (pool.folded, len(pool.batches), pool.lookups) == (2, 1, 4)
+    assert (pool.num_folded, len(pool.batches), pool.lookups_per_batch) == (2, 1, 4)
 
 
 def test_hashed_ids_of_64_bits_and_negative_ones_fold(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_trace_that_is_only_looked_at_keeps_its_ids_where_sizes_are_unknown(
     work = trace_files.resolve(of(dlrm(tmp_path), E=0, B=3), sized=False)
     pool = workload.make_pool(work, workload.table_shapes(work, scale=0.5), 1, seed=1)
     assert pool.batches[0].indices.tolist() == [1, 2, 3, 7, 7, 5]
-    assert pool.folded == 0
+    assert pool.num_folded == 0
     config = Config(kind="trace", workload=of(dlrm(tmp_path), E=0, T=0))
     config.timing.max_rows = 100
     assert [cell.rows_scale for cell in expand(config)] == [1.0]
@@ -288,7 +288,7 @@ def test_batches_are_the_pool(tmp_path: Path) -> None:
     assert batch.indices.tolist() == [1, 2, 3, 7, 7, 5]
     assert batch.offsets.tolist() == [0, 2, 2, 3, 4, 5, 6]
     assert batch.gradient.shape == (3, 8)
-    assert pool.unique_rows == 5
+    assert pool.unique_rows_per_batch == 5
     assert pool.fingerprint == workload.make_pool(work, shapes, 4, seed=2).fingerprint
 
 
@@ -306,7 +306,7 @@ def test_tables_that_are_made_smaller_fold(tmp_path: Path) -> None:
     work = trace_files.resolve(of(dlrm(tmp_path)), sized=True)
     pool = workload.make_pool(work, workload.table_shapes(work, scale=0.4), 1, 1)
     assert pool.batches[0].indices.tolist() == [1, 2, 3, 3]
-    assert pool.folded == 2
+    assert pool.num_folded == 2
 
 
 def test_too_short_a_trace_says_so(tmp_path: Path) -> None:
@@ -425,4 +425,4 @@ def test_sizes_make_tables_of_different_size() -> None:
     assert [s.rows for s in shapes] == [3, 500]
     pool = workload.make_pool(work, shapes, 1, 1)
     assert int(pool.batches[0].feature(0)[0].max()) < 3
-    assert pool.lookups == 32
+    assert pool.lookups_per_batch == 32

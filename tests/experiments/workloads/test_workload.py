@@ -80,7 +80,7 @@ def test_batches_are_feature_major_and_in_range() -> None:
     shapes = workload.table_shapes(SMALL)
     pool = workload.make_pool(SMALL, shapes, 2, seed=1)
     batch = pool.batches[0]
-    assert pool.lookups == 3 * 6 * 4 == batch.indices.numel()
+    assert pool.lookups_per_batch == 3 * 6 * 4 == batch.indices.numel()
     assert batch.offsets.tolist() == list(range(0, 73, 4))
     assert batch.gradient.shape == (6, 24)
     assert int(batch.indices.min()) >= 0
@@ -101,7 +101,7 @@ def test_equal_seeds_give_equal_batches_and_others_do_not() -> None:
 def test_unique_rows_counts_distinct_rows_per_table() -> None:
     one = dataclasses.replace(SMALL, E=1)
     pool = workload.make_pool(one, workload.table_shapes(one), 2, seed=1)
-    assert pool.unique_rows == 3  # one row in each of three tables
+    assert pool.unique_rows_per_batch == 3  # one row in each of three tables
 
 
 def test_ranked_ids_are_popular_in_order() -> None:
