@@ -94,11 +94,11 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
         UsageError: the run is damaged, a smoke run or itself the stored reference, or did not
             finish.
     """
-    run = Run.read(run_directory)
-    if run.is_smoke or run.info.get("status") != "finished":
+    stored_run = Run.read(run_directory)
+    if stored_run.is_smoke or stored_run.info.get("status") != "finished":
         raise UsageError(f"{run_directory}: only a finished run at full size can be a reference")
-    device = evidence.device_folder(str(run.environment["device"]))
-    target = folder / device / folder_name(run.config.name)
+    device = evidence.device_folder(str(stored_run.environment["device"]))
+    target = folder / device / folder_name(stored_run.config.name)
     if target.resolve() == run_directory.resolve():
         raise UsageError(f"{run_directory} is the stored reference itself")
     if target.exists():
@@ -120,10 +120,10 @@ def results_block(folder: Path = REFERENCE) -> str:
     """
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
-        run = Run.read(path)
-        lines = run.kind.readme_lines(run, _what_ran(run, path), _link(path))
+        stored_run = Run.read(path)
+        lines = stored_run.kind.readme_lines(stored_run, _what_ran(stored_run, path), _link(path))
         if lines is None:
-            answers.append(_answer_line(run, path))
+            answers.append(_answer_line(stored_run, path))
         else:
             blocks.append("\n".join(lines))
     blocks += ["\n".join(answers)] if answers else []
@@ -132,8 +132,8 @@ def results_block(folder: Path = REFERENCE) -> str:
     )
 
 
-def _what_ran(run: Run, path: Path) -> str:
-    environment, stored_evidence = run.environment, evidence.StoredEvidence.read(path)
+def _what_ran(stored_run: Run, path: Path) -> str:
+    environment, stored_evidence = stored_run.environment, evidence.StoredEvidence.read(path)
     state = f"; {evidence.describe_load(stored_evidence.state)}" if stored_evidence.state else ""
     return (
         f"`{environment['command']}` on {environment['device']} "
@@ -141,10 +141,10 @@ def _what_ran(run: Run, path: Path) -> str:
     )
 
 
-def _answer_line(run: Run, path: Path) -> str:
+def _answer_line(stored_run: Run, path: Path) -> str:
     """Return a line with the answer of a run, the bold sentence of its report."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
-    return f"- {_what_ran(run, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
+    return f"- {_what_ran(stored_run, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
 
 def _link(path: Path) -> str:
