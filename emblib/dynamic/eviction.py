@@ -239,9 +239,9 @@ class Sweep(NamedTuple):
         table: number of the table.
         first_bucket: first bucket that is searched.
         num_buckets: number of buckets that are searched.
-        first_alive_ticks: one tick per time to live of the table
-            (`DynamicSpec.distinct_ttls`). A key expires if it is too old for each of these times:
-            its last use by a feature with this or a longer time to live was before the tick.
+        first_alive_ticks: one tick per time to live of the table (`DynamicSpec.lifetimes`). A key
+            expires if it is too old for each of these times: its last use by a feature with this
+            or a longer time to live was before the tick.
     """
 
     table: int
@@ -257,9 +257,9 @@ class Expiry(nn.Module):
     to ticks: keys with a stamp up to the tick of a pair were last used at the time of the pair or
     earlier. The list is short: two pairs with one pair between them are at least a 16th of the ttl
     apart, unless the clock was set back. Of the pairs older than the ttl only the newest is kept. A
-    table whose features have different times to live has one list per time (`distinct_ttls`).
-    `times` has the pairs of all lists, with 2^62 - tick in place of the tick. The element-wise
-    maximum of `times` over ranks is then valid for the keys of all ranks.
+    table whose features have different times to live has one list per time (`lifetimes`). `times`
+    has the pairs of all lists, with 2^62 - tick in place of the tick. The element-wise maximum of
+    `times` over ranks is then valid for the keys of all ranks.
 
     Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
     16th of its shortest ttl in time, or in every step if steps are longer. So a key that is not
@@ -285,7 +285,7 @@ class Expiry(nn.Module):
         self.clock: Callable[[], float] = time.time
         self.now_us = 0
         self._max_buckets = [spec.max_buckets for spec in specs]
-        self._lifetimes = [spec.distinct_ttls for spec in specs]
+        self._lifetimes = [spec.lifetimes for spec in specs]
         # For each list of pairs, the table and the ttl in microseconds.
         self._timed_ttls = [
             (t, ttl // _MICROSECOND)

@@ -70,7 +70,7 @@ class LastUses:
         self, specs: Sequence[DynamicSpec], feature_tables: Sequence[int], device: torch.device
     ) -> None:
         self._specs, self._feature_tables = tuple(specs), list(feature_tables)
-        self.num_further_levels = [len(spec.distinct_ttls) - 1 for spec in specs]
+        self.num_further_levels = [len(spec.lifetimes) - 1 for spec in specs]
         self._first_elements = [0]
         for spec, num_levels in zip(specs, self.num_further_levels, strict=True):
             self._first_elements.append(self._first_elements[-1] + spec.rows * num_levels)
@@ -89,7 +89,7 @@ class LastUses:
         ).view(-1, 2)
         ttls = values_by_feature([spec.ttl for spec in specs], feature_tables)
         levels = [
-            specs[table].distinct_ttls.index(ttl)
+            specs[table].lifetimes.index(ttl)
             for table, ttl in zip(feature_tables, ttls, strict=True)
         ]
         self._levels = torch.tensor(levels, dtype=torch.int64, device=device)

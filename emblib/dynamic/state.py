@@ -135,9 +135,9 @@ class DynamicState:
         )
         has_scores = self.index.order == "assigned"
         self.scores = EvictionScores(self.specs, device) if has_scores else None
-        has_ttl = any(spec.distinct_ttls[0] is not None for spec in self.specs)
+        has_ttl = any(spec.lifetimes[0] is not None for spec in self.specs)
         self.expiry = Expiry(self.specs) if has_ttl else None
-        has_levels = any(len(spec.distinct_ttls) > 1 for spec in self.specs)
+        has_levels = any(len(spec.lifetimes) > 1 for spec in self.specs)
         self.last_uses = LastUses(self.specs, feature_tables, device) if has_levels else None
         self.eviction_log: EvictionLog | None = None
         reactions = {spec.on_insert_failure for spec in self.specs}

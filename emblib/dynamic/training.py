@@ -614,7 +614,7 @@ def _rows_of_new_keys(layout: RowLayout, keys: Keys, inserted: InsertedBatch) ->
 def check_storable(specs: Sequence[DynamicSpec]) -> None:
     """Raise ValueError if a backing store cannot hold the rows of a table."""
     for spec in specs:
-        if len(spec.distinct_ttls) > 1:
+        if len(spec.lifetimes) > 1:
             raise ValueError(
                 f"table {spec.name!r} has {spec.ttl}, and a backing store knows one last use per "
                 "row: give all features one ttl, or leave the store out"

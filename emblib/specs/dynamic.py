@@ -378,7 +378,7 @@ class DynamicSpec:
             )
 
     @property
-    def distinct_ttls(self) -> tuple[int | timedelta | None, ...]:
+    def lifetimes(self) -> tuple[int | timedelta | None, ...]:
         """Return the distinct times to live of the features, ascending; None, no expiry, is last.
 
         Without a `PerFeature` there is one.
@@ -391,7 +391,7 @@ class DynamicSpec:
     @property
     def is_timed(self) -> bool:
         """Return whether keys expire by the clock."""
-        return isinstance(self.distinct_ttls[0], timedelta)
+        return isinstance(self.lifetimes[0], timedelta)
 
     @property
     def max_buckets(self) -> int:

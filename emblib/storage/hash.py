@@ -359,7 +359,7 @@ class Hash(Storage):
     ) -> MemoryBytes:
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
-        num_extra_stamps = len(spec.distinct_ttls) - 1  # with a ttl per feature
+        num_extra_stamps = len(spec.lifetimes) - 1  # with a ttl per feature
         index_bytes = spec.rows * (
             bytes_per_slot(spec.eviction.order, device) + num_extra_stamps * _WORD_BYTES
         )

@@ -207,7 +207,7 @@ def state_names(state: DynamicState) -> list[str]:
         entry_names.append("scores")
     names = [f"{name}.{entry_name}" for name in state.table_names for entry_name in entry_names]
     for t, name in enumerate(state.table_names):
-        names += [f"{name}.{LAST_USES}"] if len(state.specs[t].distinct_ttls) > 1 else []
+        names += [f"{name}.{LAST_USES}"] if len(state.specs[t].lifetimes) > 1 else []
         names += [f"{name}.{fallback.FALLBACK}.{key}" for key in fallback.names_of(state, t)]
     return [HYPER, CLOCK, *names]
 
@@ -327,7 +327,7 @@ def _tensor_problems(state: DynamicState, saved_entries: Mapping[str, Any]) -> I
                 )
                 if problem:
                     yield f"{key}: {problem}"
-        num_levels = len(state.specs[t].distinct_ttls) - 1
+        num_levels = len(state.specs[t].lifetimes) - 1
         if num_levels and f"{name}.{LAST_USES}" in saved_entries:
             shape = (num_keys, num_levels)
             if problem := state_dicts.tensor_problem(
