@@ -210,7 +210,7 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
       __builtin_prefetch(file_slot_of + std::max<int64_t>(slots[i + kPrefetchDistance], 0));
     out[i] = slots[i] < 0 ? -1 : file_slot_of[slots[i]];
   }
-  if (hidden_marks == nullptr) return result;
+  if (!is_hidden) return result;
   for (int64_t i = 0; i < n; ++i) {
     STD_TORCH_CHECK(out[i] < num_marks, op, ": is_hidden must have an entry per file slot, got ",
                     num_marks, " for slot ", out[i]);

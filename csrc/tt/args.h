@@ -166,8 +166,8 @@ inline TtPlan tt_plan_of_arrays(int64_t capacity, int64_t num_tables,
 // of one table, and j the distinct rows of all tables.
 
 // Maximum number of halves that a kernel processes together: enough for the product that computes
-// the gradient of an inner row to run at full speed, few enough that their values stay in the
-// first-level cache.
+// the gradient of an inner row to run at full speed, few enough that their values stay in the first
+// two levels of the cache.
 inline constexpr int64_t kTtBlockHalves = 16;
 
 // The distinct left halves, or the distinct right halves, of a table in a batch, and their cores.

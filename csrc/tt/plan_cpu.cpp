@@ -183,7 +183,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
     lefts_end += num_left_ids;
     rights_end += table.right_ids;
   }
-  STD_TORCH_CHECK(num_tables > 0 && left_ids == lefts_end && right_ids == rights_end, op,
+  STD_TORCH_CHECK(num_tables > 0, op, ": tables must not be empty");
+  STD_TORCH_CHECK(left_ids == lefts_end && right_ids == rights_end, op,
                   ": left_ids and right_ids must be ", lefts_end, " and ", rights_end,
                   ", as the tables say, got ", left_ids, " and ", right_ids);
   const int64_t n = keys.numel();

@@ -237,6 +237,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         ("mark_pages_", 1, torch.tensor([0, 1000]), "on the first 13 pages, got row 1000"),
         ("file_slots", 0, torch.tensor([2]), r"slots must be in \[-1, 2\), got 2"),
         ("file_slots", 2, torch.zeros(3).byte(), "an entry per file slot, got 3 for slot 3"),
+        ("file_slots", 2, torch.zeros(0).byte(), "an entry per file slot, got 0 for slot 3"),
         ("fetch_pages", 1, torch.tensor([200]), "rows must begin in data of 52012 bytes, got row"),
     ],
 )

@@ -585,6 +585,7 @@ WRONG = {
     "must be a contiguous": lambda c: _keys(tables=torch.zeros(1, 7, dtype=torch.int64)),
     "must follow each other": lambda c: _plan(_tables((60, 1, 0, 3, 4, 5, 1, 7, 0, 0))),
     "left_ids and right_ids must be 12 and 5": lambda c: _plan(_tables(), 13),
+    "tables must not be empty": lambda c: _plan(_tables()[:0], 0, 0),
     "must be int32 or int64": lambda c: _keys(ids=torch.rand(3)),
     "must have row_factors": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 6], [2, 2, 2], [3], 0),
     "a multiple of rank": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 5], [2, 5, 2], [3], 0),
