@@ -28,9 +28,9 @@ __global__ void map_ids_kernel(IndexArgs args) {
 template <class Launcher>
 void launch_map_ids(const Launcher& launcher, const IndexArgs& args) {
   if (args.bags.num_lookups == 0) return;
-  const unsigned blocks = blocks_for(args.bags.num_lookups, kMapThreads,
-                                     launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
-  launcher(map_ids_kernel, blocks, kMapThreads, args);
+  const unsigned num_blocks = blocks_for(args.bags.num_lookups, kMapThreads,
+                                         launcher.max_grid_blocks(2 * kResidentBlocksPerSm));
+  launcher(map_ids_kernel, num_blocks, kMapThreads, args);
 }
 
 }  // namespace emb::cuda

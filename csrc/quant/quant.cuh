@@ -74,14 +74,14 @@ template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeKernelArgs& args, Dtype type) {
   if (args.num_rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / kWarpLanes;
-  const unsigned blocks =
+  const unsigned num_blocks =
       blocks_for(args.num_rows, kWarps, launcher.max_grid_blocks(kResidentBlocksPerSm));
   if (type == Dtype::kFloat) {
-    launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
+    launcher(quantize_kernel<float>, num_blocks, kQuantizeThreads, args);
   } else if (type == Dtype::kHalf) {
-    launcher(quantize_kernel<half16>, blocks, kQuantizeThreads, args);
+    launcher(quantize_kernel<half16>, num_blocks, kQuantizeThreads, args);
   } else {
-    launcher(quantize_kernel<bfloat16>, blocks, kQuantizeThreads, args);
+    launcher(quantize_kernel<bfloat16>, num_blocks, kQuantizeThreads, args);
   }
 }
 
@@ -98,7 +98,7 @@ void launch_quantize(const Launcher& launcher, const QuantizeKernelArgs& args, D
 // lookups. If the formats of features differ, there is a launch per format, which skips the bags of
 // other formats.
 
-inline constexpr int kQuantThreads = 128;
+inline constexpr int kQuantThreads = 128;  // threads per block of both kernels
 // Blocks per multiprocessor of quant_pool_kernel and of quant_short_bags_kernel. They leave a
 // thread 80 and 72 registers. They are few because loads in flight matter more than occupancy.
 inline constexpr int kQuantPoolBlocksPerSm = 6;
@@ -138,7 +138,7 @@ struct QuantArgs {
   bool is_mixed;  // whether features may have several formats, which are then in Feature::tier
 
   // Return the number of output rows: one per bag, or per lookup without pooling.
-  EMB_HD int64_t items() const {
+  EMB_HD int64_t num_items() const {
     return pooling == Pooling::kNone ? bags.num_lookups : bags.num_bags;
   }
 };
@@ -346,11 +346,11 @@ template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocksPerSm)
     quant_pool_kernel(QuantArgs args, int lanes) {
   const LaneGroup lane(lanes);
-  const auto groups = static_cast<uint32_t>(lane.groups_in_warp());
-  const auto bags = static_cast<uint32_t>(args.bags.num_bags);
-  const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * groups;
-  for (uint32_t warp_bag = static_cast<uint32_t>(simt::global_warp()) * groups; warp_bag < bags;
-       warp_bag += stride) {
+  const auto num_groups = static_cast<uint32_t>(lane.groups_in_warp());
+  const auto num_bags = static_cast<uint32_t>(args.bags.num_bags);
+  const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * num_groups;
+  for (uint32_t warp_bag = static_cast<uint32_t>(simt::global_warp()) * num_groups;
+       warp_bag < num_bags; warp_bag += stride) {
     const BagTask task = task_of_format<kFormat>(args, BagTask(args, warp_bag + lane.group));
     const int max_length = __reduce_max_sync(simt::kFullMask, task.length);
     const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
@@ -395,19 +395,19 @@ struct QuantRow {
 
 // Write this lane's columns of as many bags of its group as it has single rows in flight. The bags
 // have at most one row each; a bag without a row gets zeros. Lane `first_lane` of the warp has the
-// metadata and the row of the group's first bag, and the lanes of the next bags are `groups` lanes
-// apart. `lane_element` is the first output element of this lane's bag. All 32 lanes must call
-// this.
+// metadata and the row of the group's first bag, and the lanes of the next bags are `num_groups`
+// lanes apart. `lane_element` is the first output element of this lane's bag. All 32 lanes must
+// call this.
 template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
                                   const QuantRow<kFormat>& row, int64_t lane_element,
-                                  const QuadColumns& columns, int first_lane, int groups) {
+                                  const QuadColumns& columns, int first_lane, int num_groups) {
   constexpr int kRows = rows_in_flight(kFormat, kSingleRowsInFlight);
   PackedSlice<kFormat> slice[kRows];
   int dim[kRows];
 #pragma unroll
   for (int s = 0; s < kRows; ++s) {
-    const int source = first_lane + s * groups;
+    const int source = first_lane + s * num_groups;
     const uint8_t* address = shuffle(row.address, source);
     dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
     slice[s].load(address, columns, address != nullptr ? dim[s] : 0);
@@ -415,7 +415,7 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
   for (int s = 0; s < kRows; ++s) {
-    const int source = first_lane + s * groups;
+    const int source = first_lane + s * num_groups;
     const float scale = __shfl_sync(simt::kFullMask, lane_scale, source);
     const float offset = __shfl_sync(simt::kFullMask, lane_offset, source);
     const int64_t element = __shfl_sync(simt::kFullMask, lane_element, source);
@@ -432,7 +432,7 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
                                 int64_t lane_element, const QuadColumns& columns, int first_lane,
-                                int groups, bool has_bag) {
+                                int num_groups, bool has_bag) {
   constexpr int kBags = rows_in_flight(kFormat, kQuantBagsInFlight);
   const int max_length = __reduce_max_sync(simt::kFullMask, has_bag ? task.length : 0);
   float sum[kBags][kQuantColumns] = {};
@@ -440,15 +440,15 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
     PackedSlice<kFormat> slice[kBags];
 #pragma unroll
     for (int s = 0; s < kBags; ++s) {
-      const uint8_t* address = shuffle(row.address, first_lane + s * groups);
-      const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * groups);
+      const uint8_t* address = shuffle(row.address, first_lane + s * num_groups);
+      const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * num_groups);
       slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
     const float lane_scale = row.header.scale(), lane_offset = row.header.offset();
 #pragma unroll
     for (int s = 0; s < kBags; ++s) {
-      const float scale = __shfl_sync(simt::kFullMask, lane_scale, first_lane + s * groups);
-      const float offset = __shfl_sync(simt::kFullMask, lane_offset, first_lane + s * groups);
+      const float scale = __shfl_sync(simt::kFullMask, lane_scale, first_lane + s * num_groups);
+      const float offset = __shfl_sync(simt::kFullMask, lane_offset, first_lane + s * num_groups);
       add_slice(slice[s], scale, offset, sum[s]);
     }
     if (max_length > 1 && has_bag) {
@@ -459,9 +459,9 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
   const float lane_factor = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < kBags; ++s) {
-    const int64_t element = __shfl_sync(simt::kFullMask, lane_element, first_lane + s * groups);
-    const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * groups);
-    const float factor = __shfl_sync(simt::kFullMask, lane_factor, first_lane + s * groups);
+    const int64_t element = __shfl_sync(simt::kFullMask, lane_element, first_lane + s * num_groups);
+    const int dim = __shfl_sync(simt::kFullMask, task.dim, first_lane + s * num_groups);
+    const float factor = __shfl_sync(simt::kFullMask, lane_factor, first_lane + s * num_groups);
 #pragma unroll
     for (int e = 0; e < kQuantColumns; ++e) sum[s][e] *= factor;
     write_quads<false>(args, element, columns, dim, sum[s]);
@@ -477,14 +477,14 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
   constexpr int kBags = rows_in_flight(kFormat, kQuantBagsInFlight);
   constexpr int kRows = rows_in_flight(kFormat, kSingleRowsInFlight);
   const LaneGroup lane(lanes);
-  const int groups = lane.groups_in_warp();
+  const int num_groups = lane.groups_in_warp();
   const int this_lane = lane_in_warp();
-  const auto items = static_cast<uint32_t>(args.items());
+  const auto num_items = static_cast<uint32_t>(args.num_items());
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
   for (auto warp_item = static_cast<uint32_t>(simt::global_warp() * simt::kWarpLanes);
-       warp_item < items; warp_item += stride) {
-    const BagTask task =
-        task_of_format<kFormat>(args, BagTask(args, int64_t{warp_item} + this_lane, args.items()));
+       warp_item < num_items; warp_item += stride) {
+    const BagTask task = task_of_format<kFormat>(
+        args, BagTask(args, int64_t{warp_item} + this_lane, args.num_items()));
     QuantRow<kFormat> row(args, task, 0);
     const int64_t element = task.output_element(args, warp_item + this_lane);
     const int max_dim = __reduce_max_sync(simt::kFullMask, task.dim);
@@ -495,14 +495,14 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
          base += static_cast<int>(gridDim.y) * lanes * kQuantColumns) {
       const QuadColumns columns(lane, base);
       if (has_single_rows) {
-        for (int k = 0; k < kWarpLanes; k += kRows * groups) {
-          write_single_rows<kFormat>(args, task, row, element, columns, k + lane.group, groups);
+        for (int k = 0; k < kWarpLanes; k += kRows * num_groups) {
+          write_single_rows<kFormat>(args, task, row, element, columns, k + lane.group, num_groups);
         }
         continue;
       }
-      for (int k = 0; k < kWarpLanes; k += kBags * groups) {
-        const bool has_bag = this_lane >= k && this_lane < k + kBags * groups;
-        pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, groups,
+      for (int k = 0; k < kWarpLanes; k += kBags * num_groups) {
+        const bool has_bag = this_lane >= k && this_lane < k + kBags * num_groups;
+        pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, num_groups,
                                  has_bag);
       }
     }
@@ -527,14 +527,15 @@ void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
   const int64_t width = mean_output_columns(args);
   const int row_lanes = lanes_per_row(width, kQuantColumns);
   const int lanes = row_lanes < kMinQuantLanes ? kMinQuantLanes : row_lanes;
-  const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
+  const unsigned num_stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
   const bool is_short = has_short_quant_bags(args);
-  const int64_t items_of_block =
+  const int64_t items_per_block =
       (is_short ? kWarpLanes : kWarpLanes / lanes) * (kQuantThreads / kWarpLanes);
-  const unsigned blocks = blocks_for(args.items(), items_of_block,
-                                     launcher.max_grid_blocks(kQuantWaves * kResidentBlocksPerSm));
+  const unsigned num_blocks =
+      blocks_for(args.num_items(), items_per_block,
+                 launcher.max_grid_blocks(kQuantWaves * kResidentBlocksPerSm));
   launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,
-           simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
+           simt::Dim3(num_blocks, num_stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
 
 // Write args.output; elements of no bag are not written. `formats` is a mask of the formats of the
@@ -542,7 +543,7 @@ void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
 // not wait for the device.
 template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
-  if (args.output_dim == 0 || args.items() == 0) return;
+  if (args.output_dim == 0 || args.num_items() == 0) return;
   const auto launch = [&]<int kFormat>(std::integral_constant<int, kFormat>) {
     if (((formats >> kFormat) & 1) != 0) launch_quant_format<kFormat>(launcher, args);
   };
