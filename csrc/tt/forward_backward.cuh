@@ -9,6 +9,7 @@
 // core/upload.cuh copies there.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "core/upload.cuh"
@@ -25,19 +26,16 @@ namespace emb::cuda {
 // earlier pass), and then make_rows (forward) or make_grads and, in an update, update (backward).
 // The memory belongs to the op, which must keep it until the kernels have run.
 
-inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // One table of a batch; its addresses are of device memory.
 struct TtDeviceTable {
   TtShape shape;
   int64_t first_left_id, first_right_id;  // first ids of its halves, over all tables
   const void* cores[kMaxCores];           // of dtype TtDeviceBatch::type
   // Outer core and, for a pair, inner core of the left half as floats: the cores, or copies.
-  const float* left[2];
-  float* mirrored[2];        // copies of outer and inner core of a right pair with axes reversed
+  const float* left_cores[2];
+  float* mirrored_cores[2];  // copies of outer and inner core of a right pair with axes reversed
   float* grads[kMaxCores];   // gradients of the cores; null in a forward pass
-  float* mirrored_grads[2];  // gradients of `mirrored`, in a backward pass
+  float* mirrored_grads[2];  // gradients of mirrored_cores, in a backward pass
 };
 
 // All tables of a batch. Strides are in floats and hold for all tables: left_stride for the values
@@ -60,22 +58,22 @@ struct TtDeviceBatch {
     for (const TtShape& shape : shapes) {
       TtDeviceTable table{shape, num_left_ids, num_right_ids, {}, {}, {}, {}, {}};
       for (int k = 0; k < shape.num_cores; ++k) table.cores[k] = *core++;
-      for (int k = 0; k < 2; ++k) table.left[k] = static_cast<const float*>(table.cores[k]);
+      for (int k = 0; k < 2; ++k) table.left_cores[k] = static_cast<const float*>(table.cores[k]);
       tables.push_back(table);
       const TtHalf left = shape.left(), right = shape.right();
       num_left_ids += left.num_ids();
       num_right_ids += right.num_ids();
-      left_stride = max_of(left_stride, left.value_size());
-      right_stride = max_of(right_stride, right.value_size());
-      row_stride = max_of(row_stride, shape.dim());
+      left_stride = std::max(left_stride, left.value_size());
+      right_stride = std::max(right_stride, right.value_size());
+      row_stride = std::max<int64_t>(row_stride, shape.dim());
       has_left_pairs |= left.is_pair;
       has_right_pairs |= right.is_pair;
     }
   }
 
   // Return the maximum number of distinct halves, and the number of floats of their values.
-  int64_t max_lefts() const { return min_of(plan.capacity, num_left_ids); }
-  int64_t max_rights() const { return min_of(plan.capacity, num_right_ids); }
+  int64_t max_lefts() const { return std::min(plan.capacity, num_left_ids); }
+  int64_t max_rights() const { return std::min(plan.capacity, num_right_ids); }
   int64_t left_floats() const { return max_lefts() * left_stride; }
   int64_t right_floats() const { return max_rights() * right_stride; }
 
@@ -85,7 +83,7 @@ struct TtDeviceBatch {
     int64_t floats = 0;
     for (const TtDeviceTable& table : tables) {
       const TtHalf half = (table.shape.*half_of)();
-      if (half.is_pair) floats = max_of(floats, half.outer_size());
+      if (half.is_pair) floats = std::max(floats, half.outer_size());
     }
     return floats;
   }
@@ -114,12 +112,12 @@ struct TtMemory {
     for (TtDeviceTable& table : batch->tables) {
       const TtHalf left = table.shape.left(), right = table.shape.right();
       if (right.is_pair) {
-        table.mirrored[0] = allocate(right.num_outer_rows * right.outer_size());
-        table.mirrored[1] = allocate(right.num_inner_rows * right.inner_size());
+        table.mirrored_cores[0] = allocate(right.num_outer_rows * right.outer_size());
+        table.mirrored_cores[1] = allocate(right.num_inner_rows * right.inner_size());
       }
       if (batch->type != Dtype::kFloat) {
-        table.left[0] = allocate(left.num_outer_rows * left.outer_size());
-        if (left.is_pair) table.left[1] = allocate(left.num_inner_rows * left.inner_size());
+        table.left_cores[0] = allocate(left.num_outer_rows * left.outer_size());
+        if (left.is_pair) table.left_cores[1] = allocate(left.num_inner_rows * left.inner_size());
       }
     }
   }
@@ -266,8 +264,8 @@ class TtPass {
   TtHalves left_halves(const TtDeviceTable& table, int64_t table_index) const {
     const TtPlan& plan = batch_.plan;
     return {table.shape.left(),
-            table.left[0],
-            table.left[1],
+            table.left_cores[0],
+            table.left_cores[1],
             plan.lefts,
             plan.left_starts() + table_index,
             table.first_left_id,
@@ -277,8 +275,8 @@ class TtPass {
   TtHalves right_halves(const TtDeviceTable& table, int64_t table_index) const {
     const TtPlan& plan = batch_.plan;
     return {table.shape.right(),
-            table.mirrored[0],
-            table.mirrored[1],
+            table.mirrored_cores[0],
+            table.mirrored_cores[1],
             plan.rights,
             plan.right_starts() + table_index,
             table.first_right_id,
@@ -312,8 +310,8 @@ class TtPass {
           i == first || result.inner_rows_per_pair == half.num_inner_rows ? half.num_inner_rows : 0;
       result.num_inner_rows += half.num_inner_rows;
       result.num_outer_rows += half.num_outer_rows;
-      result.max_width = static_cast<int>(max_of(result.max_width, half.q_inner * half.rank));
-      result.max_inner_rank = static_cast<int>(max_of(result.max_inner_rank, half.inner_rank));
+      result.max_width = std::max(result.max_width, half.q_inner * half.rank);
+      result.max_inner_rank = std::max(result.max_inner_rank, half.inner_rank);
     }
     return result;
   }
@@ -361,7 +359,7 @@ inline void TtPass::add_table(const TtDeviceTable& table, const TtMemory& memory
   args.has_left_pair = left.is_pair;
   args.first_left_id = static_cast<int32_t>(table.first_left_id);
   args.first_right_id = static_cast<int32_t>(table.first_right_id);
-  args.left = left.is_pair ? memory.left_values : table.left[0];
+  args.left = left.is_pair ? memory.left_values : table.left_cores[0];
   args.left_grads = left.is_pair ? memory.left_grads : table.grads[0];
   args.left_stride = left.is_pair ? batch_.left_stride : left.value_size();
   args.last_core = right.is_pair ? nullptr : table.cores[last];
@@ -371,14 +369,12 @@ inline void TtPass::add_table(const TtDeviceTable& table, const TtMemory& memory
                      is_aligned(memory.right_values, 16);
   tables_.push_back(args);
   has_last_cores_ |= !right.is_pair;
-  args_.max_column_groups =
-      static_cast<int>(max_of(args_.max_column_groups, num_column_groups(args.left_columns)));
-  args_.max_rank_groups = static_cast<int>(max_of(args_.max_rank_groups, (args.rank + 31) / 32));
-  max_right_tiles_ =
-      static_cast<int>(max_of(max_right_tiles_, num_right_tiles(args.right_columns, args.rank)));
+  args_.max_column_groups = std::max(args_.max_column_groups, num_column_groups(args.left_columns));
+  args_.max_rank_groups = std::max(args_.max_rank_groups, (args.rank + 31) / 32);
+  max_right_tiles_ = std::max(max_right_tiles_, num_right_tiles(args.right_columns, args.rank));
   max_left_floats_ =
-      max_of(max_left_floats_,
-             left.is_pair ? batch_.left_floats() : left.num_outer_rows * left.value_size());
+      std::max(max_left_floats_,
+               left.is_pair ? batch_.left_floats() : left.num_outer_rows * left.value_size());
   (args.has_mma_rows() ? kernels_.needs_mma_rows : kernels_.needs_plain_rows) = true;
   (args.has_mma_grads() ? kernels_.needs_mma_grads : kernels_.needs_plain_grads) = true;
   (args.has_right_vectors() ? kernels_.needs_right_vectors : kernels_.needs_right_scalars) = true;
@@ -391,7 +387,7 @@ inline void TtPass::add_copies(const TtDeviceTable& table, int64_t table_index) 
   const int last = table.shape.num_cores - 1;
   const auto widen = [&](int k, int64_t rows, int64_t width, int64_t ids_per_row) {
     widened_cores_.push_back({left_halves(table, table_index), table.cores[k],
-                              const_cast<float*>(table.left[k]), num_widened_rows_, width,
+                              const_cast<float*>(table.left_cores[k]), num_widened_rows_, width,
                               ids_per_row});
     num_widened_rows_ += rows;
   };
@@ -402,9 +398,10 @@ inline void TtPass::add_copies(const TtDeviceTable& table, int64_t table_index) 
     if (left.is_pair) widen(1, left.num_inner_rows, left.inner_size(), left.num_outer_rows);
   }
   if (!right.is_pair) return;
-  // Core k, of `rows` rows [a, q, b], has mirrored[i] as its copy.
+  // Core k, of `rows` rows [a, q, b], has mirrored_cores[i] as its copy.
   const auto mirror = [&](int k, int i, int64_t rows, int64_t a, int64_t q, int64_t b) {
-    mirrored_cores_.push_back({table.cores[k], table.mirrored[i], num_mirrored_rows_, a, q, b});
+    mirrored_cores_.push_back(
+        {table.cores[k], table.mirrored_cores[i], num_mirrored_rows_, a, q, b});
     if (table.grads[k] != nullptr) {
       unmirrored_grads_.push_back(
           {table.mirrored_grads[i], table.grads[k], num_mirrored_rows_, b, q, a});
