@@ -170,10 +170,8 @@ def select_choices(candidates: Candidates, limits: Limits) -> list[int]:
 
 def total_nbytes(candidates: Candidates, indices: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of device memory and of backing memory of the selected choices."""
-    selected_choices = [choices[index] for choices, index in zip(candidates, indices, strict=True)]
-    return sum(choice.nbytes for choice in selected_choices), sum(
-        choice.backing_nbytes for choice in selected_choices
-    )
+    picks = [choices[index] for choices, index in zip(candidates, indices, strict=True)]
+    return sum(pick.nbytes for pick in picks), sum(pick.backing_nbytes for pick in picks)
 
 
 def _choose_smallest(candidates: Candidates, limits: Limits) -> list[int]:
@@ -207,10 +205,8 @@ def _choose_smallest(candidates: Candidates, limits: Limits) -> list[int]:
         _, table, indices[table] = min(exchanges)
         nbytes, backing_nbytes = total_nbytes(candidates, indices)
     if nbytes > limits.budget:
-        smallest_choices = [
-            choices[index] for choices, index in zip(candidates, indices, strict=True)
-        ]
-        largest = max(smallest_choices, key=lambda choice: choice.nbytes)
+        picks = [choices[index] for choices, index in zip(candidates, indices, strict=True)]
+        largest = max(picks, key=lambda choice: choice.nbytes)
         missing_nbytes = nbytes - limits.budget
         bound = "at least" if limits.backing is None else "about"
         raise BudgetError(
@@ -237,7 +233,7 @@ def _solve_knapsack(candidates: Candidates, limits: Limits, units: tuple[int, in
     limits are divided; 0 for backing memory without limit.
     """
     least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64, device="cpu")
-    best_choice_by_table = []
+    best_choices = []
     for choices in candidates:
         costs = torch.full_like(least_cost, math.inf)
         best_choice = torch.zeros_like(least_cost, dtype=torch.int16)
@@ -252,13 +248,11 @@ def _solve_knapsack(candidates: Candidates, limits: Limits, units: tuple[int, in
                 best_choice[device_units:, backing_units:][cost < table_costs] = index
                 torch.minimum(table_costs, cost, out=table_costs)
         least_cost = costs
-        best_choice_by_table.append(best_choice)
+        best_choices.append(best_choice)
     if not math.isfinite(float(least_cost[-1, -1])):
         return []
     indices, units_left = [], list(units)
-    for choices, best_choice in zip(
-        reversed(candidates), reversed(best_choice_by_table), strict=True
-    ):
+    for choices, best_choice in zip(reversed(candidates), reversed(best_choices), strict=True):
         indices.append(int(best_choice[units_left[0], units_left[1]]))
         used_units = _units_used(choices[indices[-1]], limits, units)
         units_left = [

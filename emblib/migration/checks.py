@@ -245,11 +245,9 @@ def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> li
         lengths = trace.lengths[feature_index].long()
         first_ids = pad(lengths.cumsum(0), (1, 0)).tolist()
         bags = []
-        for first_bag in range(0, len(lengths) - batch_size + 1, batch_size):
-            ids = trace.ids[feature_index][first_ids[first_bag] : first_ids[first_bag + batch_size]]
-            bags.append(
-                (ids.long().to(device), lengths[first_bag : first_bag + batch_size].to(device))
-            )
+        for bag in range(0, len(lengths) - batch_size + 1, batch_size):
+            ids = trace.ids[feature_index][first_ids[bag] : first_ids[bag + batch_size]]
+            bags.append((ids.long().to(device), lengths[bag : bag + batch_size].to(device)))
         bags_by_feature.append(bags)
     return [list(batch) for batch in zip(*bags_by_feature, strict=False)]
 

@@ -300,33 +300,24 @@ class ReplacedEmbedding(Replaced):
         With `max_rows` a padding row is the first one, so there may be `max_rows + 1`.
         """
         old, table = self.old, self._table
-        row_numbers = chosen_rows(old.num_embeddings, max_rows, seed)
+        rows = chosen_rows(old.num_embeddings, max_rows, seed)
         if max_rows is not None and old.padding_idx is not None:
-            row_numbers = torch.cat(
-                [
-                    torch.tensor([old.padding_idx], device="cpu"),
-                    row_numbers[row_numbers != old.padding_idx],
-                ]
+            rows = torch.cat(
+                [torch.tensor([old.padding_idx], device="cpu"), rows[rows != old.padding_idx]]
             )
-        row_numbers = row_numbers.to(old.weight.device)
-        padding = (
-            None if old.padding_idx is None else int((row_numbers == old.padding_idx).nonzero()[0])
-        )
+        rows = rows.to(old.weight.device)
+        padding = None if old.padding_idx is None else int((rows == old.padding_idx).nonzero()[0])
         options: dict[str, Any] = {"padding_idx": padding, "sparse": old.sparse}
         if isinstance(old, nn.EmbeddingBag):
             options["mode"] = old.mode
         module = type(old)(
-            len(row_numbers),
-            old.embedding_dim,
-            dtype=old.weight.dtype,
-            device=row_numbers.device,
-            **options,
+            len(rows), old.embedding_dim, dtype=old.weight.dtype, device=rows.device, **options
         )
-        in_grad_mode(module.weight.copy_, enabled=False)(table.rows[row_numbers])
+        in_grad_mode(module.weight.copy_, enabled=False)(table.rows[rows])
         if not self.is_trained or self.weight.trained is None:
             return module, []
         optimizer = self.weight.trained.make_copy([module.weight])
-        state = self.weight.state_of(table, row_numbers)
+        state = self.weight.state_of(table, rows)
         if state:
             optimizer.state[module.weight] = state
         return module, [optimizer]

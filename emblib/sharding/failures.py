@@ -461,12 +461,9 @@ def _gloo_threads() -> dict[str, tuple[str, str]]:
     threads = {}
     for path in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # the thread has just ended
-            status_fields = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
-            if status_fields["Name"].startswith("pt_gloo"):
-                threads[path.parent.name] = (
-                    status_fields["State"],
-                    status_fields["voluntary_ctxt_switches"],
-                )
+            fields = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
+            if fields["Name"].startswith("pt_gloo"):
+                threads[path.parent.name] = (fields["State"], fields["voluntary_ctxt_switches"])
     return threads
 
 

@@ -364,10 +364,8 @@ def names_of_tables(module: nn.Module) -> set[str]:
     names: set[str] = set()
     for path, collection in sharded_modules(module).items():
         prefix = f"{path}." if path else ""
-        names.update(
-            prefix + name
-            for name, _ in (*collection.named_parameters(), *collection.named_buffers())
-        )
+        for name, _ in (*collection.named_parameters(), *collection.named_buffers()):
+            names.add(prefix + name)
     return names
 
 

@@ -88,10 +88,8 @@ class ShardingPlan:
                         f"table {table} of a ShardingPlan must have a ParameterSharding, got "
                         f"{sharding!r}: construct_module_plan makes them from rules"
                     )
-        read_only_modules = {
-            path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()
-        }
-        object.__setattr__(self, "modules", MappingProxyType(read_only_modules))
+        views = {path: MappingProxyType(dict(tables)) for path, tables in self.modules.items()}
+        object.__setattr__(self, "modules", MappingProxyType(views))
 
     def __getitem__(self, path: str) -> ModulePlan:
         if path not in self.modules:

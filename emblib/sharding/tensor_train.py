@@ -100,17 +100,13 @@ def sum_over_owners(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> 
     if len(owners) == 1:
         return values
     owner_index, slice_size = owners.index(ranks.rank), -(-values.numel() // len(owners))
-    bounds = [
-        min(slice_size * owner_number, values.numel()) for owner_number in range(len(owners) + 1)
-    ]
+    bounds = [min(slice_size * i, values.numel()) for i in range(len(owners) + 1)]
     sizes = [end - begin for begin, end in pairwise(bounds)]
     # Owner k adds up slice k of the values of all owners, and sends the sums to all.
     slices = list(values.split(sizes))
     received_slices = [
-        slices[owner_index]
-        if owner_number == owner_index
-        else torch.empty_like(slices[owner_index])
-        for owner_number in range(len(owners))
+        slices[owner_index] if i == owner_index else torch.empty_like(slices[owner_index])
+        for i in range(len(owners))
     ]
     _exchange(ranks, owners, slices, received_slices)
     slice_sum = received_slices[0].clone()
@@ -124,12 +120,9 @@ def sum_over_owners(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> 
 
 
 def _exchange(
-    ranks: RankGroup,
-    owners: Sequence[int],
-    sent_by_owner: Sequence[Tensor],
-    received_by_owner: Sequence[Tensor],
+    ranks: RankGroup, owners: Sequence[int], outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
 ) -> None:
-    """Send `sent_by_owner[i]` to `owners[i]`, and receive into `received_by_owner[i]` from it.
+    """Send `outgoing[i]` to `owners[i]`, and receive into `incoming[i]` from it.
 
     This uses point-to-point messages, because ranks that are not owners do not call it, and would
     have to take part in a collective.
@@ -139,10 +132,7 @@ def _exchange(
         if owner == ranks.rank:
             continue
         peer = ranks.global_rank(owner)
-        for function, tensor in (
-            (dist.isend, sent_by_owner[i]),
-            (dist.irecv, received_by_owner[i]),
-        ):
+        for function, tensor in ((dist.isend, outgoing[i]), (dist.irecv, incoming[i])):
             if tensor.numel():
                 operations.append(dist.P2POp(function, tensor, peer, ranks.group))
     for work in dist.batch_isend_irecv(operations) if operations else []:

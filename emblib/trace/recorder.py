@@ -76,11 +76,7 @@ def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
     inner_modules = {
         inner for outer in embedding_by_module for inner in outer.modules() if inner is not outer
     }
-    return [
-        embedding
-        for module, embedding in embedding_by_module.items()
-        if module not in inner_modules
-    ]
+    return [named for named in embedding_by_module.values() if named.module not in inner_modules]
 
 
 def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
@@ -145,9 +141,7 @@ def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids and lengths, int64 `[samples]`, of bags without offsets: one per sample."""
     if ids.is_nested:
         samples = [sample.reshape(-1) for sample in ids.unbind()]
-        return torch.cat(samples), torch.tensor(
-            [sample.numel() for sample in samples], device="cpu"
-        )
+        return torch.cat(samples), torch.tensor(list(map(len, samples)), device="cpu")
     num_samples = ids.size(0) if ids.dim() else 1
     return ids, torch.full(
         (num_samples,), ids.numel() // max(num_samples, 1), dtype=torch.int64, device="cpu"
@@ -268,9 +262,7 @@ def _split_by_feature(
 ) -> list[Bags]:
     """Split the bags of a batch by feature."""
     lengths_by_feature = lengths.to("cpu", torch.int64).split(list(bags_per_feature))
-    ids_by_feature = ids.split(
-        [int(feature_lengths.sum()) for feature_lengths in lengths_by_feature]
-    )
+    ids_by_feature = ids.split([int(part.sum()) for part in lengths_by_feature])
     return list(map(Bags, features, ids_by_feature, lengths_by_feature))
 
 
@@ -295,9 +287,8 @@ def _read_keyed(
         TypeError: the first argument is not a KeyedJaggedTensor.
     """
     jagged = args[0] if args else next(iter(kwargs.values()), None)
-    if jagged is None or not all(
-        hasattr(jagged, method) for method in ("keys", "values", "lengths")
-    ):
+    methods = ("keys", "values", "lengths")
+    if jagged is None or not all(hasattr(jagged, method) for method in methods):
         raise TypeError(
             f"{name} must be called with a KeyedJaggedTensor (keys(), values(), lengths()) to be "
             f"recorded, got {type(jagged).__name__}: pass the embeddings inside it to TraceRecorder"

@@ -87,13 +87,11 @@ class RowStateTarget(Target):
         # Shards of a rank may share rows; disjoint spans read each row once.
         self._row_spans = _split_at_edges(row_spans)
         shards = [Shard(0, span, (0, self._num_intervals)) for span in self._row_spans]
-        memory_by_span = {
+        parts = {
             i: torch.empty(shard.shape[: len(size)], dtype=value.dtype, device="cpu")
             for i, shard in enumerate(shards)
         }
-        super().__init__(
-            leaf, ShardedTable(size, shards, memory_by_span, RankGroup.single(), value.dtype)
-        )
+        super().__init__(leaf, ShardedTable(size, shards, parts, RankGroup.single(), value.dtype))
 
     def finish(self) -> None:
         """Write to each local shard the mean over its columns."""
@@ -258,7 +256,7 @@ class _Loading:
 
     Attributes:
         reader: reader of the checkpoint.
-        saved_metadata: metadata of each saved entry, by name.
+        metadata: metadata of each saved entry, by name.
         tree: copy of `state` in which modules and optimizers are their state dicts.
         column_cuts: columns at which the saved row-wise states were cut, by name.
         leaves: leaves of `tree` that the checkpoint has.
@@ -271,29 +269,27 @@ class _Loading:
     ) -> None:
         self.state, self.path, self.reader = state, path, reader
         metadata = reader.metadata
-        self.saved_metadata: dict[str, Any] = dict(metadata.state_dict_metadata)
+        self.metadata: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = expand_state_dicts(state)
         # Optimizers: allocate states that only the checkpoint has.
         self._groups = {
-            key: SavedGroups(
-                key, value, self.tree[key], self.saved_metadata, self._read_small_entries
-            )
+            key: SavedGroups(key, value, self.tree[key], self.metadata, self._read_entries)
             for key, value in state.items()
             if isinstance(value, torch.optim.Optimizer)
         }
         self._add_missing_optimizer_states(metadata.planner_data or {})
         # Row-wise states: find how the saved ones were cut by columns.
         self.column_cuts: dict[str, tuple[int, ...]] = {}
-        if NOTES in self.saved_metadata:
+        if NOTES in self.metadata:
             self._check_complete([NOTES])
-            notes = self._read_small_entries([NOTES])
+            notes = self._read_entries([NOTES])
             self.column_cuts = self._parse_notes(bytes(notes[NOTES].flatten().tolist()))
         # Drop leaves that older checkpoints lack; compare the others with the saved entries.
         all_leaves = self._drop_unsaved_layouts(
             self._drop_unsaved_hash_keys(list(leaves(self.tree)))
         )
         self._check_id_mappings(all_leaves)
-        missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.saved_metadata]
+        missing_names = [leaf.name for leaf in all_leaves if leaf.name not in self.metadata]
         self._check_quantised(missing_names)
         # Groups of optimizers that differ from the saved ones are matched by names of parameters.
         for groups in self._groups.values():
@@ -309,17 +305,17 @@ class _Loading:
                 "strict=False leaves them as they are"
             )
         self._incomplete_keys = self._drop_states_of_other_keys(all_leaves)
-        self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved_metadata]
+        self.leaves = [leaf for leaf in all_leaves if leaf.name in self.metadata]
         self._check_sizes()
         for groups in self._groups.values():
             groups.share_steps()
 
-    def _read_small_entries(self, names: Iterable[str]) -> dict[str, Any]:
+    def _read_entries(self, names: Iterable[str]) -> dict[str, Any]:
         """Return saved values by name; this rank alone reads them, so they should be small."""
         from emblib.sharding.checkpoints.files import read
 
         values: dict[str, Any] = dict.fromkeys(names)
-        tensors = {name: self.saved_metadata[name] for name in values if self._is_tensor(name)}
+        tensors = {name: self.metadata[name] for name in values if self._is_tensor(name)}
         self._check_complete(tensors)
         for name, metadata in tensors.items():
             values[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype, device="cpu")
@@ -329,14 +325,14 @@ class _Loading:
 
     def _is_tensor(self, name: str) -> bool:
         """Return whether the saved entry `name` is a tensor."""
-        return hasattr(self.saved_metadata[name], "properties")
+        return hasattr(self.metadata[name], "properties")
 
     def _check_quantised(self, missing_names: Sequence[str]) -> None:
         """Raise CheckpointError where quantised tables have the layout from before 0.1.0."""
         old_tables = [
             name.removesuffix(".packed")
             for name in missing_names
-            if name.endswith(".packed") and _sibling(name, "scales") in self.saved_metadata
+            if name.endswith(".packed") and _sibling(name, "scales") in self.metadata
         ]
         if old_tables:
             raise CheckpointError(
@@ -355,7 +351,7 @@ class _Loading:
         from emblib.sharding.checkpoints.unpickling import has_all_elements
 
         incomplete_names = sorted(
-            name for name in names if not has_all_elements(self.saved_metadata[name])
+            name for name in names if not has_all_elements(self.metadata[name])
         )
         if incomplete_names:
             raise CheckpointError(
@@ -374,7 +370,7 @@ class _Loading:
                 are_ints = all(type(cut) is int for cut in cuts)
                 if not are_ints or cuts[:1] != (0,) or list(cuts) != sorted(set(cuts)):
                     raise ValueError(f"cuts of {name} are {cuts}")
-                size = tuple(getattr(self.saved_metadata.get(name), "size", ()))
+                size = tuple(getattr(self.metadata.get(name), "size", ()))
                 if len(size) != 2 or size[1] != len(cuts) - 1:
                     raise ValueError(f"cuts of {name}, of the size {size}, are {cuts}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -402,7 +398,7 @@ class _Loading:
             for name, path in paths.items():
                 if name in names or path[:2] != (key, "state") or len(path) != 4:
                     continue
-                if name not in self.saved_metadata:
+                if name not in self.metadata:
                     continue
                 parameter = parameters_by_text.get(path[2], path[2])
                 if isinstance(value, KeyedOptimizer) and parameter not in parameter_names:
@@ -417,7 +413,7 @@ class _Loading:
         """
         if not self._is_tensor(name):
             return None
-        metadata = self.saved_metadata[name]
+        metadata = self.metadata[name]
         dtype = metadata.properties.dtype
         if parameter is not None and parameter.size() == metadata.size:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -434,8 +430,8 @@ class _Loading:
             leaf.name: leaf
             for leaf in all_leaves
             if leaf.name.endswith(f".sketches.{HASH_KEYS}")
-            and leaf.name not in self.saved_metadata
-            and _sibling(leaf.name, "counters") in self.saved_metadata
+            and leaf.name not in self.metadata
+            and _sibling(leaf.name, "counters") in self.metadata
         }
         for leaf in unsaved_keys.values():
             del leaf.container[leaf.key]
@@ -451,8 +447,8 @@ class _Loading:
         dropped_leaves = [
             leaf
             for leaf in all_leaves
-            if leaf.name not in self.saved_metadata
-            and is_of_saved_keys(leaf.name, values_by_name, self.saved_metadata)
+            if leaf.name not in self.metadata
+            and is_of_saved_keys(leaf.name, values_by_name, self.metadata)
         ]
         for leaf in dropped_leaves:
             del leaf.container[leaf.key]
@@ -469,14 +465,14 @@ class _Loading:
             CheckpointError: the saved cores belong to another tensor train.
         """
         layouts = {leaf.name: leaf for leaf in all_leaves if _is_layout(leaf)}
-        saved_names = filter(self._is_tensor, layouts.keys() & self.saved_metadata.keys())
-        saved_values = self._read_small_entries(saved_names)
+        saved_names = filter(self._is_tensor, layouts.keys() & self.metadata.keys())
+        saved_values = self._read_entries(saved_names)
         saved_layouts = {name: value.to(torch.int64) for name, value in saved_values.items()}
         # Older checkpoints have cores without a layout.
         unsaved_layouts = {
             name
             for name in layouts.keys() - saved_layouts.keys()
-            if _sibling(name, "cores.0") in self.saved_metadata
+            if _sibling(name, "cores.0") in self.metadata
         }
         problems = [
             f"{_sibling(name, 'cores')}: {problem}"
@@ -496,10 +492,10 @@ class _Loading:
     def _check_id_mappings(self, all_leaves: Sequence[Leaf]) -> None:
         """Raise CheckpointError where ids read other rows than those of the saved table."""
         values_by_name = {leaf.name: leaf.value for leaf in all_leaves}
-        saved_leaves = values_by_name.keys() & self.saved_metadata.keys()
+        saved_leaves = values_by_name.keys() & self.metadata.keys()
         mapping_names = {_sibling(name, ID_LAYOUT) for name in saved_leaves}
-        saved_mappings = self._read_small_entries(
-            filter(self._is_tensor, mapping_names & self.saved_metadata.keys())
+        saved_mappings = self._read_entries(
+            filter(self._is_tensor, mapping_names & self.metadata.keys())
         )
         names = sorted(
             name for name in mapping_names if name in saved_mappings or name in values_by_name
@@ -514,19 +510,19 @@ class _Loading:
 
     def _saved_size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
-        return self.saved_metadata[leaf.name].size if self._is_tensor(leaf.name) else None
+        return self.metadata[leaf.name].size if self._is_tensor(leaf.name) else None
 
     def _check_sizes(self) -> None:
         """Raise CheckpointError for leaves of another size than was saved."""
         problems = []
         self._check_complete(
-            leaf.name for leaf in self.leaves if has_row_per_key(leaf.name, self.saved_metadata)
+            leaf.name for leaf in self.leaves if has_row_per_key(leaf.name, self.metadata)
         )
         for leaf in self.leaves:
             saved_size, value = self._saved_size(leaf), leaf.value
             if saved_size is None:
                 is_valid = not isinstance(value, Tensor)
-            elif has_row_per_key(leaf.name, self.saved_metadata):
+            elif has_row_per_key(leaf.name, self.metadata):
                 is_valid = isinstance(value, Tensor) and value.size()[1:] == saved_size[1:]
             elif leaf.name in self.column_cuts or isinstance(value, RowStates):
                 is_valid = isinstance(value, Tensor) and value.size()[:1] == saved_size[:1]
@@ -546,10 +542,8 @@ class _Loading:
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:
         """Return the target of each leaf, by name; a collective over `ranks`."""
-        reader = KeyReader(self.reader, self.saved_metadata)
-        keyed_leaves = [
-            leaf for leaf in self.leaves if has_row_per_key(leaf.name, self.saved_metadata)
-        ]
+        reader = KeyReader(self.reader, self.metadata)
+        keyed_leaves = [leaf for leaf in self.leaves if has_row_per_key(leaf.name, self.metadata)]
         local_spans = run_on_all_ranks(
             ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed_leaves}
         )
@@ -565,7 +559,7 @@ class _Loading:
         `rows_by_rank` are the rows of keyed tables that each rank reads, by rank, name and block.
         """
         value, size = leaf.value, self._saved_size(leaf)
-        if size is not None and has_row_per_key(leaf.name, self.saved_metadata):
+        if size is not None and has_row_per_key(leaf.name, self.metadata):
             if not isinstance(value, KeyedRows):
                 return Target(leaf, torch.empty(size, dtype=value.dtype, device="cpu"))
             rows_by_block = {
@@ -597,7 +591,7 @@ class _Loading:
             if name.startswith(prefixes)
             and (target.leaf.key == HYPER or not isinstance(target.leaf.value, Tensor))
         }
-        for name, value in self._read_small_entries(number_names).items():
+        for name, value in self._read_entries(number_names).items():
             leaf = targets[name].leaf
             if leaf.key == HYPER:
                 write_hyperparams(leaf.value, value)

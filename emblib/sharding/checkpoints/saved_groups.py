@@ -104,23 +104,21 @@ class SavedGroups:
             )
         missing_names: list[str] = []
         for index, names in enumerate(self._groups):
-            num_common = [
+            common = [
                 len(set(names).intersection(saved_names)) for saved_names in self._saved_groups
             ]
-            source_index = num_common.index(max(num_common))
-            if strict and num_common[source_index] < len(names):
+            source = common.index(max(common))
+            if strict and common[source] < len(names):
                 raise CheckpointError(
                     f"{self._prefix[:-1]} has other parameters or groups than the checkpoint: "
                     f"{self._groups}, the checkpoint has {self._saved_groups}; strict=False takes "
                     "what it has by the names of parameters"
                 )
-            missing_names += self._read_options_of(
-                index, source_index if num_common[source_index] else None
-            )
+            missing_names += self._read_options_of(index, source if common[source] else None)
         return missing_names
 
-    def _read_options_of(self, index: int, source_index: int | None) -> list[str]:
-        """Read the options of group `index` from the saved group `source_index`, None for no group.
+    def _read_options_of(self, index: int, source: int | None) -> list[str]:
+        """Read the options of group `index` from the saved group `source`, None for no group.
 
         Returns the names of the options that the checkpoint lacks.
         """
@@ -131,8 +129,8 @@ class SavedGroups:
         missing_names, targets = [], {}
         for leaf in all_leaves:
             suffix = leaf.name.removeprefix(own_prefix)
-            name = f"{self.options_prefix}{source_index}.{suffix}"
-            if source_index is None or name not in self._saved_metadata:
+            name = f"{self.options_prefix}{source}.{suffix}"
+            if source is None or name not in self._saved_metadata:
                 missing_names.append(leaf.name)
                 continue
             targets[name] = leaf
@@ -145,18 +143,13 @@ class SavedGroups:
         """Give tables without saved hyperparameters those of their group with the most steps."""
         states = self._tree.get("state", {})
         for names in self._groups:
-            saved_name_by_parameter = {
-                name: f"{self._prefix}state.{name}.{HYPER}" for name in names
-            }
+            entry_names = {name: f"{self._prefix}state.{name}.{HYPER}" for name in names}
             absent_names = [
                 name
                 for name in names
-                if saved_name_by_parameter[name] not in self._saved_metadata
-                and HYPER in states.get(name, {})
+                if entry_names[name] not in self._saved_metadata and HYPER in states.get(name, {})
             ]
-            present_names = [
-                name for name in saved_name_by_parameter.values() if name in self._saved_metadata
-            ]
+            present_names = [name for name in entry_names.values() if name in self._saved_metadata]
             if not absent_names or not present_names:
                 continue
             values = self._read(present_names)

@@ -208,9 +208,7 @@ class SavedTable:
         """Return a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
-        local_shards = {
-            number for number, shard in enumerate(shards) if shard.rank == self.ranks.rank
-        } or {0}
+        local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
         return TableTensor(
             size, dtype, shards, self.ranks, dict.fromkeys(local_shards, memory) if memory else {}
         )

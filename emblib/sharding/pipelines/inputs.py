@@ -136,7 +136,7 @@ class CallerInputs:
             ValueError: a key of the result is not a sharded collection of the model.
         """
         calls = []
-        for key, module_inputs in self._function(batch).items():
+        for key, inputs in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
             if module is None or all(
                 module is not known_module for known_module in self._modules.values()
@@ -145,9 +145,7 @@ class CallerInputs:
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
-            inputs_of_module = (
-                module_inputs if isinstance(module_inputs, Sequence) else [module_inputs]
-            )
+            inputs_of_module = inputs if isinstance(inputs, Sequence) else [inputs]
             calls += [InputCall(module, features) for features in inputs_of_module]
         self._called_modules = [call.module for call in calls]
         return calls
@@ -308,16 +306,14 @@ class SentBatch:
         """
         self.send_ids()
         with_grad = torch.is_grad_enabled()
-        queues_by_module: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
-        for index, call in enumerate(self._calls):
-            queue = queues_by_module.setdefault(call.module, deque())
-            queue.append((call.features, self._make_output_getter(index, with_grad=with_grad)))
-        forwards = {
-            module: _forward_from_queue(module, queue) for module, queue in queues_by_module.items()
-        }
+        queues: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
+        for i, call in enumerate(self._calls):
+            queue = queues.setdefault(call.module, deque())
+            queue.append((call.features, self._make_output_getter(i, with_grad=with_grad)))
+        forwards = {module: _forward_from_queue(module, queue) for module, queue in queues.items()}
         result = _call_with_forwards(forwards, forward, batch)
         self._separate_calls.is_learned = True
-        for module, queue in queues_by_module.items():
+        for module, queue in queues.items():
             if queue:
                 raise RuntimeError(
                     f"the model did not call {type(module).__name__} as often as it was expected "
@@ -346,13 +342,11 @@ class SentBatch:
 
     def _look_up(self, received: Sequence[Any]) -> dict[int, Callable[[], Any]]:
         """Look up the batches of collections together and start to return their rows."""
-        joint_calls = [
-            index for index in range(len(self._calls)) if index not in self._separate_calls.indices
-        ]
+        joint_calls = [i for i in range(len(self._calls)) if i not in self._separate_calls.indices]
         calls = [
-            OutputCall(module, module.compute(received[index]), received[index])
-            for index in joint_calls
-            for module in (self._calls[index].module,)
+            OutputCall(module, module.compute(received[i]), received[i])
+            for i in joint_calls
+            for module in (self._calls[i].module,)
         ]
         return dict(zip(joint_calls, start_joint_output_dist(calls), strict=True))
 
