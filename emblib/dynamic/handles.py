@@ -363,6 +363,9 @@ class DynamicTable:
         """Return copies on the CPU of all entries, or of those used at step `since` or later.
 
         Every rank gets all entries of a sharded table; `save` writes a table of any size.
+
+        Raises:
+            TypeError, ValueError: `since` is not an int >= 0.
         """
         shard_entries = self._map_shards(
             "entries", lambda state, index: _copy_entries(state, index, since)

@@ -93,7 +93,7 @@ class TableSlice:
     tensor train can be cut only between slices of its first core, see `emblib.storage.TensorTrain`.
 
     Raises:
-        TypeError: a bound of a range is not an int.
+        TypeError: a range is not two ints.
         ValueError: a range is empty or outside of the table; or the storage refuses the slice.
 
     Example:
@@ -114,11 +114,13 @@ class TableSlice:
 
     def __post_init__(self) -> None:
         sizes = (self.config.num_embeddings, self.config.embedding_dim)
-        for name, (begin, end), size in zip(
+        for name, bounds, size in zip(
             ("rows", "columns"), (self.rows, self.columns), sizes, strict=True
         ):
-            if not all(isinstance(bound, SupportsIndex) for bound in (begin, end)):
-                raise TypeError(f"{name} of a slice must be two ints, got {begin!r} and {end!r}")
+            is_pair = isinstance(bounds, tuple | list) and len(bounds) == 2
+            if not is_pair or not all(isinstance(bound, SupportsIndex) for bound in bounds):
+                raise TypeError(f"{name} of a slice must be two ints, got {bounds!r}")
+            begin, end = bounds
             if not 0 <= begin < end <= size:
                 raise ValueError(
                     f"{name} of a slice of {self.config.name!r} must be a range that is not empty "

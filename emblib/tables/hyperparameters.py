@@ -116,40 +116,46 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     notify_observers(module, module.optimizer.lr)
 
 
-def set_fields_from_hyperparams(module: HasHyperparams, saved: Tensor) -> None:
+def set_fields_from_hyperparams(module: HasHyperparams, saved_hyperparams: Tensor) -> None:
     """Set the fields of `module.optimizer` to saved `hyperparams`, and notify its observers.
 
-    `module.hyperparams` does not change: the caller copies `saved` there. `saved` is `[n]`, of any
-    dtype and device; if it is on a GPU, the host waits. Nothing changes where
+    `module.hyperparams` does not change: the caller copies `saved_hyperparams`, `[n]`, there. It is
+    of any dtype and device; if it is on a GPU, the host waits. Nothing changes where
     `with_saved_hyperparams` returns None.
 
     Raises:
         ValueError: the optimizer cannot have the values; nothing changes.
     """
-    restored = with_saved_hyperparams(module.optimizer, saved)
-    if restored is not None:
-        module.optimizer, lr = restored
+    optimizer_and_rate = with_saved_hyperparams(module.optimizer, saved_hyperparams)
+    if optimizer_and_rate is not None:
+        module.optimizer, lr = optimizer_and_rate
         notify_observers(module, lr)
 
 
-def with_saved_hyperparams(optimizer: Optimizer, saved: Tensor) -> tuple[Optimizer, float] | None:
+def with_saved_hyperparams(
+    optimizer: Optimizer, saved_hyperparams: Tensor
+) -> tuple[Optimizer, float] | None:
     """Return an optimizer with the fields of saved `hyperparams`, and the saved learning rate.
 
-    The field `lr` does not change. Return None if `saved` has no values (on meta, or fake), or if
-    the optimizer is `External`.
+    The field `lr` does not change. Return None if `saved_hyperparams` has no values (on meta, or
+    fake), or if the optimizer is `External`.
 
     Raises:
         ValueError: the optimizer cannot have the values, or has another number of them.
     """
-    if saved.is_meta or isinstance(saved, FakeTensor) or isinstance(optimizer, External):
+    if (
+        saved_hyperparams.is_meta
+        or isinstance(saved_hyperparams, FakeTensor)
+        or isinstance(optimizer, External)
+    ):
         return None
     num_values = optimizer.hyperparams().numel()
-    if saved.shape != (num_values,):
+    if saved_hyperparams.shape != (num_values,):
         raise ValueError(
             f"{type(optimizer).__name__} has {num_values} hyperparameters, got shape "
-            f"{tuple(saved.shape)}"
+            f"{tuple(saved_hyperparams.shape)}"
         )
-    values = saved.double().tolist()
+    values = saved_hyperparams.double().tolist()
     check_learning_rate(values[Hyper.LEARNING_RATE])
     step = values[Hyper.STEP]
     if not (step >= 0 and step.is_integer()):

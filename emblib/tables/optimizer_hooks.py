@@ -85,10 +85,10 @@ def before_forward(
         weights = [tensors["weight"] for tensors in views]
         ensemble_(optimizer, step, weights, [tensors["sparse_ema"] for tensors in views])
     elif isinstance(optimizer, RowwiseAdagrad):
-        names = [state.name for state in optimizer.states]
+        state_names = [state.name for state in optimizer.states]
         # `states` has all states of a tier, then those of the next: take one per tier.
-        counters = tiers.states[names.index("row_counter") :: len(names)]
-        count_largest_(optimizer, step, tiers.hyperparams, counters)
+        row_counters = tiers.states[state_names.index("row_counter") :: len(state_names)]
+        count_largest_(optimizer, step, tiers.hyperparams, row_counters)
 
 
 def decay_rows(
@@ -111,8 +111,10 @@ def decay_rows(
     if prev_iter.numel() == 0:  # tables without rows
         return batch, prev_iter.new_ones(batch.indices.numel())
     groups = autograd.groups_of(batch)
-    inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
+    group_of_lookup = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
     step, rate = hyperparams[Hyper.STEP] + 1, hyperparams[Hyper.LEARNING_RATE]
     row_factors = decay.scale(prev_iter[groups.rows], step, rate)
-    factors = torch.where(inverse >= 0, row_factors[inverse.clamp(min=0)], 1.0)
-    return batch._replace(hooks=GroupedRows(groups)), factors.to(torch.float32)
+    lookup_factors = torch.where(
+        group_of_lookup >= 0, row_factors[group_of_lookup.clamp(min=0)], 1.0
+    )
+    return batch._replace(hooks=GroupedRows(groups)), lookup_factors.to(torch.float32)

@@ -100,36 +100,40 @@ def decompose(
     else:
         initial_spec = spec
     max_ranks = shapes.max_ranks(initial_spec.row_factors, initial_spec.dim_factors)
-    wanted_ranks = (
+    requested_ranks = (
         max_ranks
         if error is not None
         else tuple(ranks if ranks is not None else initial_spec.ranks)
     )
-    limits = [min(rank, max_rank) for rank, max_rank in zip(wanted_ranks, max_ranks, strict=True)]
-    tt_svd = _TTSVD(weight, initial_spec, limits, error)
+    rank_limits = [
+        min(rank, max_rank) for rank, max_rank in zip(requested_ranks, max_ranks, strict=True)
+    ]
+    tt_svd = _TTSVD(weight, initial_spec, rank_limits, error)
     cores = tt_svd.cores()
-    cut_spec = replace(initial_spec, ranks=tt_svd.ranks)
+    result_spec = replace(initial_spec, ranks=tt_svd.ranks)
     if counts is not None and float(counts.sum()) > 0:
         for _ in range(_NUM_FIT_SWEEPS):
-            cores = _fit_outer_cores(weight, cut_spec, cores, counts)
+            cores = _fit_outer_cores(weight, result_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
     if not all(bool(core.isfinite().all()) for core in cores):
         raise ValueError(
             f"the cores exceed the range of {dtype}: take float32 or bfloat16, or scale the weight"
         )
-    result = _measure_errors(weight, cut_spec, cores, counts)
+    decomposition = _measure_errors(weight, result_spec, cores, counts)
     hot_text = (
-        "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
+        ""
+        if decomposition.hot_error is None
+        else f", of the hottest 1% of rows {decomposition.hot_error:.3g}"
     )
     _LOG.info(
         "made a tensor train of ranks %s from a %d x %d table: relative error %.3g%s",
-        cut_spec.ranks,
+        result_spec.ranks,
         rows,
         dim,
-        result.error,
+        decomposition.error,
         hot_text,
     )
-    return result
+    return decomposition
 
 
 def _check_arguments(
@@ -190,7 +194,7 @@ class _TTSVD:
     Args:
         weight: the table, `[rows, dim]`.
         spec: factors of rows and dim; its ranks are not used.
-        limits: maximum rank of each cut.
+        rank_limits: maximum rank of each cut.
         error: relative error of all cuts together, for which smaller ranks are chosen; None cuts
             at the limits.
 
@@ -199,19 +203,21 @@ class _TTSVD:
     """
 
     def __init__(
-        self, weight: Tensor, spec: TTSpec, limits: Sequence[int], error: float | None
+        self, weight: Tensor, spec: TTSpec, rank_limits: Sequence[int], error: float | None
     ) -> None:
-        self._weight, self._spec, self._limits = weight, spec, limits
+        self._weight, self._spec, self._rank_limits = weight, spec, rank_limits
         self._max_squared_error = None
         if error is not None:
-            total = sum(float(chunk.double().square().sum()) for chunk in _row_chunks(weight))
-            self._max_squared_error = total * error**2 / len(limits)
+            squared_norm = sum(
+                float(chunk.double().square().sum()) for chunk in _row_chunks(weight)
+            )
+            self._max_squared_error = squared_norm * error**2 / len(rank_limits)
         self.ranks: tuple[int, ...] = ()
 
     def cores(self) -> list[Tensor]:
         """Cut the table into cores `[p[k], R[k] * q[k] * R[k + 1]]`, and set `ranks`."""
         p, q = self._spec.row_factors, self._spec.dim_factors
-        basis = self._leading_eigenvectors(self._gram_of_first(), self._limits[0])
+        basis = self._leading_eigenvectors(self._gram_of_first(), self._rank_limits[0])
         rank = basis.size(1)
         remainder = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
         cores, ranks = [_core_of_basis(basis, p[0], 1, q[0])], [rank]
@@ -219,7 +225,7 @@ class _TTSVD:
             right_rows, right_columns = math.prod(p[k + 1 :]), math.prod(q[k + 1 :])
             matrix = remainder.view(rank, p[k], right_rows, q[k], right_columns)
             matrix = matrix.permute(1, 0, 3, 2, 4).reshape(p[k] * rank * q[k], -1)
-            left_core, right = self._factorise(matrix, self._limits[k])
+            left_core, right = self._factorise(matrix, self._rank_limits[k])
             cores.append(left_core.reshape(p[k], -1).float())
             remainder, rank = right.reshape(-1, right_rows, right_columns), left_core.size(1)
             ranks.append(rank)
@@ -230,11 +236,15 @@ class _TTSVD:
     def _gram_of_first(self) -> Tensor:
         """Return the Gram matrix of (first row digit, first column digit), in float64."""
         p, q = self._spec.row_factors, self._spec.dim_factors
-        size, inner_columns = p[0] * q[0], math.prod(q[1:])
-        gram = torch.zeros(size, size, dtype=torch.float64, device=self._weight.device)
+        num_digit_pairs, inner_columns = p[0] * q[0], math.prod(q[1:])
+        gram = torch.zeros(
+            num_digit_pairs, num_digit_pairs, dtype=torch.float64, device=self._weight.device
+        )
         for num_rows, values in _inner_row_chunks(self._weight, self._spec):
             columns = values.double().view(p[0], num_rows, q[0], inner_columns)
-            unfolded = columns.permute(0, 2, 1, 3).reshape(size, num_rows * inner_columns)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(
+                num_digit_pairs, num_rows * inner_columns
+            )
             gram.addmm_(unfolded, unfolded.T)
         return gram
 
@@ -253,26 +263,27 @@ class _TTSVD:
             begin = end
         return projected
 
-    def _factorise(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    def _factorise(self, matrix: Tensor, rank_limit: int) -> tuple[Tensor, Tensor]:
         """Return float32 factors `[rows, rank]` and `[rank, columns]` that approximate a matrix."""
         if matrix.size(0) <= matrix.size(1):
-            basis = self._leading_eigenvectors(_gram(matrix), limit).float()
+            basis = self._leading_eigenvectors(_gram(matrix), rank_limit).float()
             return basis, basis.T @ matrix
-        basis = self._leading_eigenvectors(_gram(matrix.T), limit).float()
+        basis = self._leading_eigenvectors(_gram(matrix.T), rank_limit).float()
         return matrix @ basis, basis.T.contiguous()
 
-    def _leading_eigenvectors(self, gram: Tensor, limit: int) -> Tensor:
-        """Return the leading eigenvectors of a Gram matrix, at most `limit`.
+    def _leading_eigenvectors(self, gram: Tensor, rank_limit: int) -> Tensor:
+        """Return the leading eigenvectors of a Gram matrix, at most `rank_limit`.
 
         With a maximum error there are as few as it allows, at least 1. `gram` is float64 `[n, n]`;
         the result is `[n, rank]`, orthonormal columns.
         """
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
-        rank = min(limit, values.numel())
+        rank = min(rank_limit, values.numel())
         if self._max_squared_error is not None:
-            tails = values.flip(0).cumsum(0).flip(0)  # tails[k]: squared error of rank k
-            rank = max(1, min(rank, int((tails > self._max_squared_error).sum())))
+            # By rank: the sum of the eigenvalues that it leaves out.
+            squared_error_of_rank = values.flip(0).cumsum(0).flip(0)
+            rank = max(1, min(rank, int((squared_error_of_rank > self._max_squared_error).sum())))
         return vectors[:, :rank].contiguous()
 
 
@@ -366,7 +377,7 @@ def _fit_outer_cores(
         gram = torch.zeros(p, rank, rank, dtype=torch.float64, device=weight.device)
         target = torch.zeros(p, rank, q, dtype=torch.float64, device=weight.device)
         for ids, values, uses in _counted_chunks(weight, spec, counts):
-            rows, values, scale = _rows_of_ids(spec, ids), values.double(), uses.double()
+            rows, values, row_weights = _rows_of_ids(spec, ids), values.double(), uses.double()
             if outer == 0:
                 digit = rows // math.prod(spec.row_factors[1:])
                 inner_products = (
@@ -379,20 +390,18 @@ def _fit_outer_cores(
                     _core_products(cores, spec, rows, 0, outer).squeeze(1).transpose(1, 2).double()
                 )
                 columns = values.view(rows.numel(), -1, q)
-            weighted = inner_products * scale.view(-1, 1, 1)
-            gram.index_add_(0, digit, weighted @ inner_products.transpose(1, 2))
-            target.index_add_(0, digit, weighted @ columns)
+            weighted_products = inner_products * row_weights.view(-1, 1, 1)
+            gram.index_add_(0, digit, weighted_products @ inner_products.transpose(1, 2))
+            target.index_add_(0, digit, weighted_products @ columns)
         mean_diagonal = gram.diagonal(dim1=1, dim2=2).mean(1)
         ridge = torch.where(mean_diagonal > 0, mean_diagonal * _RIDGE, 1.0).view(-1, 1, 1)
-        eye = torch.eye(rank, dtype=torch.float64, device=weight.device)
-        core_before = cores[outer].double()
-        core_before = (
-            core_before.view(p, q, rank).transpose(1, 2)
-            if outer == 0
-            else core_before.view(p, rank, q)
+        identity = torch.eye(rank, dtype=torch.float64, device=weight.device)
+        old_core = cores[outer].double()
+        old_core = (
+            old_core.view(p, q, rank).transpose(1, 2) if outer == 0 else old_core.view(p, rank, q)
         )
         # The ridge pulls towards the old core, which stays where no counted row determines it.
-        solution = torch.linalg.solve(gram + ridge * eye, target + ridge * core_before)
+        solution = torch.linalg.solve(gram + ridge * identity, target + ridge * old_core)
         solution = solution.transpose(1, 2) if outer == 0 else solution
         cores = [*cores]
         cores[outer] = solution.reshape(p, -1).float()
@@ -436,8 +445,8 @@ def _measure_errors(
     if counts is not None:
         num_hottest = max(1, spec.rows // 100)  # 1 %
         hottest_ids = counts.to(weight.device).argsort(descending=True)[:num_hottest]
-        hottest = _rows_of_ids(spec, hottest_ids)
-        hot_error = _ratio(squared_errors[hottest], squared_norms[hottest])
+        hottest_rows = _rows_of_ids(spec, hottest_ids)
+        hot_error = _ratio(squared_errors[hottest_rows], squared_norms[hottest_rows])
     return Decomposition(spec, cores, _ratio(squared_errors, squared_norms), hot_error)
 
 
@@ -457,5 +466,5 @@ def _product_of_last_cores(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
 
 def _ratio(squared_errors: Tensor, squared_norms: Tensor) -> float:
     """Return the relative error of rows from squared errors and squared norms, `[n]`."""
-    total = float(squared_norms.sum())
-    return math.sqrt(float(squared_errors.sum()) / total) if total else 0.0
+    squared_norm = float(squared_norms.sum())
+    return math.sqrt(float(squared_errors.sum()) / squared_norm) if squared_norm else 0.0

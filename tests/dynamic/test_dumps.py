@@ -55,6 +55,8 @@ def test_any_number_of_ranks_reads_any_other(writers: int, readers: int, tmp_pat
     parts = [only(dump_tables.read(tmp_path, rank, readers)) for rank in range(readers)]
     assert sum(len(part) for part in parts) == 500
     assert_same(entries.concatenate(parts), make(500))
+    with pytest.raises(ValueError, match="at least one part"):
+        entries.concatenate([])
 
 
 def test_rows_come_in_pieces_and_are_reported(

@@ -60,6 +60,8 @@ def test_counts_and_keys(device: torch.device) -> None:
     assert user.erase(torch.tensor([9, 9, 5])).tolist() == [True, False, False]
     assert (item.size(), user.size()) == (3, 2)
     assert item.score() is None
+    with pytest.raises(TypeError, match="since must be an int, got '1'"):
+        item.entries(since="1")  # type: ignore[arg-type]
     assert isinstance(bags.tables[1], DynamicSpec)
     assert [spec.name for spec in bags.tables] == ["item", "user"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -204,3 +205,5 @@ def test_a_slice_is_its_rows_and_columns_of_the_whole_table() -> None:
     assert part.view_of(table).tolist() == [[4], [7]]
     assert part.view_of(per_row).tolist() == [1, 2]
     assert part.view_of(table).data_ptr() == table[1:, 1:].data_ptr()  # a view
+    with pytest.raises(TypeError, match=r"columns of a slice must be two ints, got \(1,\)"):
+        TableSlice(config, rows=(1, 3), columns=(1,))  # type: ignore[arg-type]

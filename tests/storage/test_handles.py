@@ -346,5 +346,5 @@ def test_rows_that_are_not_stored_one_per_id_are_refused(storage: Storage) -> No
 
 
 def test_bounds_of_slices_are_ints() -> None:
-    with pytest.raises(TypeError, match=r"rows of a slice must be two ints, got 0 and 1\.5"):
+    with pytest.raises(TypeError, match=r"rows of a slice must be two ints, got \(0, 1\.5\)"):
         TableSlice(EmbeddingBagConfig(4, 3, "t"), rows=(0, 1.5), columns=(0, 3))

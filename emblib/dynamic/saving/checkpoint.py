@@ -30,6 +30,7 @@ from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import LAST_USES, Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, TableTarget
 from emblib.dynamic.state import DynamicState, of_state, reset_stats
+from emblib.specs import check_count
 from emblib.tables import state_dicts
 from emblib.tables.parameters import caller_level
 
@@ -72,8 +73,10 @@ def table_entries(state: DynamicState, table: int | str, since: int | None = Non
 
     Raises:
         KeyError, IndexError: there is no such table.
+        TypeError, ValueError: `since` is not an int >= 0.
     """
     table = state.table_number(table)
+    since = None if since is None else check_count("since", since, minimum=0)
     if state.backing is None:
         return loading.export(target_of(state, table), since)
     state.backing.write_back()

@@ -191,6 +191,8 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
     Raises:
         ValueError: there are none, or some have scores or states and others do not.
     """
+    if not all_entries:
+        raise ValueError("entries of at least one part are needed, got none")
     if len(all_entries) == 1:
         return all_entries[0]
     scores = [entries.scores for entries in all_entries if entries.scores is not None]
