@@ -1,7 +1,7 @@
 // The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move,
 // flush, and a whole prefetch. `cache_evictions` has no GPU version. No op waits for the device.
 // plan_cpu.cpp, move_cpu.cpp and prefetch_cpu.cpp describe the arguments. The results are those of
-// the CPU, with these differences: the contents of tensors are trusted, a cache without sets raises
+// the CPU, with these differences: the contents of tensors are trusted, a cache without sets throws
 // for every batch, and cache_move_ and cache_prefetch_ have the additions described below.
 #include <torch/csrc/stable/library.h>
 
@@ -42,10 +42,10 @@ struct DevicePlan {
     STD_TORCH_CHECK(call.cache.num_sets > 0, call.op, ": a cache needs at least one set");
   }
 
-  // Probe, group the misses by set, admit them and count the batch. Advance the clock unless
-  // args.lag is negative. Write lookups.slots unless `lookups` is the default. Throws
-  // AllocationError if there is no memory for scratch. If the sort of a large batch throws it, the
-  // probe has already changed usage words and, for LFU, counts, but no tag.
+  // Launch the four steps of plan.cuh. Advance the clock unless args.lag is negative. Write
+  // lookups.slots unless `lookups` is the default. Throws AllocationError if there is no memory for
+  // scratch. If the sort of a large batch throws it, the probe has already changed stamps and, for
+  // LFU, counts, but no tag.
   void run(const CudaLauncher& launcher, const LookupSlots& lookups = {}) const {
     const int64_t n = args.n;
     int32_t *sets, *segments, *num_groups;
@@ -83,8 +83,8 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   return {plan.row_slots, plan.evicted};
 }
 
-// Return the slot of each distinct row of a batch, int32 [L]: -1 for a row that is not in the
-// cache, and after the last row. Nothing changes.
+// Return the slot of each distinct row of a batch, int32 [L], -1 for a row that is not in the cache
+// and after the last row. Nothing changes.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
@@ -106,8 +106,7 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   return row_slots;
 }
 
-// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from
-// cache_plan_ or cache_locate; segments [L + 1], lookups [L] and count [1] come from tbe_group.
+// Return the slot of the row of every lookup, as on the CPU (cache/entries.h).
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count) {
   const char* op = "cache_lookup_slots";
@@ -152,9 +151,9 @@ enum PostponedTensor : int {
   kNumPostponedTensors
 };
 
-// Check `postponed`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count]
-// for the batch `rows`, and return its PostponedFetches. The caller must set `count` to 0 before
-// the move.
+// Check `postponed`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count],
+// and return its PostponedFetches. `rows` are those of the batch, whose length rows and slots must
+// have. The caller must set `count` to 0 before the move.
 PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& postponed,
                                    const Tensor& rows) {
   PostponedFetches fetches{};
@@ -251,9 +250,7 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   return results;
 }
 
-// Write the rows in `tags`, int64 [sets, kWays], back to their tables, with their states. They stay
-// in the cache. Empty ways, and tags that are no cacheable row, are skipped. Unlike that of
-// cache_move_, `hyper` must not be empty.
+// Flush as on the CPU. Unlike that of cache_move_, `hyper` must not be empty.
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";

@@ -2,7 +2,7 @@
 // `op` and `name`, the names of the op and of the argument, are for the message. The checks look at
 // shapes, dtypes and devices, unless the comment of a function says otherwise. Only check_tables
 // reads contents, on the CPU; on a GPU contents are trusted. emblib/ops/cache.py describes the
-// tensors.
+// tensors. L is the number of lookups of a batch, T the number of tables.
 #pragma once
 
 #include <optional>
@@ -23,7 +23,7 @@ inline void check_cache_tensor(const char* op, const char* name, const Tensor& t
   check_same_device(op, name, tensor, like);
 }
 
-// Check `tags`, int64 [sets, kWays], on any device, and return the number of sets.
+// Check `tags`, int64 [sets, kWays] on any device, and return the number of sets.
 inline int64_t check_tags(const char* op, const Tensor& tags) {
   check_cache_tensor(op, "tags", tags, ScalarType::Long, tags);
   STD_TORCH_CHECK(tags.dim() == 2 && tags.size(1) == kWays, op, ": tags must be [sets, ", kWays,
@@ -41,9 +41,8 @@ inline void check_cache_numel(const char* op, const char* name, const Tensor& te
                   tensor.numel());
 }
 
-// Check the distinct rows of a batch, as tbe_group returns them: `rows` int64 with L entries, and
-// `count` int32 with one entry, the number of rows that exist, which come first. `like` is a tensor
-// on the cache's device.
+// Check the distinct rows of a batch, as tbe_group returns them: `rows`, int64 [L], of which the
+// first `count`, int32 [1], exist. `like` is a tensor on the cache's device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most ", kMaxLookups,
@@ -52,34 +51,33 @@ inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
   check_cache_numel(op, "count", count, ScalarType::Int, 1, like);
 }
 
-// Check `segments` of `rows`: int32 with L + 1 entries, on the device of `rows`.
+// Check the `segments` of `rows`: int32 [L + 1], on the device of `rows`.
 inline void check_segments(const char* op, const Tensor& segments, const Tensor& rows) {
   check_cache_numel(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
 // The arguments of an op that plans, on any device, checked and converted for the kernels. Pointers
 // are to the tensors of the op's caller, which must keep them alive. The constructor checks all
-// arguments but the rows, which set_rows checks, and the length of `counts`. That length depends on
-// the contents of `tables`: HostPlan checks it on the CPU, and it is not checked on a GPU.
+// arguments but the rows, which set_rows checks and sets. The length of `counts` depends on the
+// contents of `tables`: HostPlan checks it on the CPU, and it is not checked on a GPU.
 struct PlanCall {
   const char* op;
   Tensor tags, tables;
   CacheState cache;               // first_row is 0: HostPlan, or the kernels, compute it
-  int64_t num_counts;             // entries of `counts`
+  int64_t num_counts;             // length of cache.counts
   int64_t* counters;              // [T + 1, kCacheCounters]
   int64_t* clock;                 // [2], see CacheClock
-  const int64_t* rows = nullptr;  // [n], of which the first `count` exist
+  const int64_t* rows = nullptr;  // [n], of which the first *count exist
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
-  int64_t n = 0;                                        // entries of `rows`
+  int64_t n = 0;                                        // L, the length of `rows`
 
-  // `usage_words` (see usage_word) is the argument `stamps` of the op.
-  PlanCall(const char* op, const Tensor& tags, const Tensor& usage_words, const Tensor& counts,
+  PlanCall(const char* op, const Tensor& tags, const Tensor& stamps, const Tensor& counts,
            const Tensor& counters_tensor, const Tensor& clock_tensor, const Tensor& tables,
            int64_t policy)
       : op(op), tags(tags), tables(tables) {
     cache.policy = parse_choice<CachePolicy>(op, "policy", policy, kCachePolicies);
     cache.num_sets = check_tags(op, tags);
-    check_cache_numel(op, "stamps", usage_words, ScalarType::Long, tags.numel(), tags);
+    check_cache_numel(op, "stamps", stamps, ScalarType::Long, tags.numel(), tags);
     check_features(op, tables);
     check_same_device(op, "tables", tables, tags);
     check_cache_numel(op, "counters", counters_tensor, ScalarType::Long,
@@ -87,7 +85,7 @@ struct PlanCall {
     check_cache_numel(op, "clock", clock_tensor, ScalarType::Long, 2, tags);
     check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
     cache.tags = tags.mutable_data_ptr<int64_t>();
-    cache.usage_words = usage_words.mutable_data_ptr<int64_t>();
+    cache.stamps = stamps.mutable_data_ptr<int64_t>();
     cache.counts = counts.mutable_data_ptr<int32_t>();
     cache.first_row = 0;
     num_counts = counts.numel();
@@ -111,15 +109,7 @@ struct PlanCall {
 
 // The positions of the tensors in the list `cache` of `cache_prefetch_`.
 struct CacheTensor {
-  enum Index : int {
-    kTags,
-    kStamps,  // usage words
-    kCounts,
-    kCounters,
-    kClock,
-    kConflicts,
-    kNumTensors
-  };
+  enum Index : int { kTags, kStamps, kCounts, kCounters, kClock, kConflicts, kNumTensors };
 };
 
 // Check the arguments that only `cache_prefetch_` has: `cache` must have kNumTensors tensors, whose
@@ -134,8 +124,8 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
   check_bounds_arguments(op, check_mode, violations);
 }
 
-// Check the contents of `tables`, which must be in host memory. Tables must ascend by row_base, not
-// overlap, and have a dim of at least 1 and row ids of at most 2^62. The cached tables must be the
+// Check `tables`, int64 [T, 8] in host memory, and its contents. Tables must ascend by row_base,
+// not overlap, and have a dim of at least 1 and row ids below 2^62. The cached tables must be the
 // last ones, without gaps between their rows. They must have the same cache_stride, which is at
 // least the dim of each of them and below 2^31.
 inline void check_tables(const char* op, const Tensor& tables) {
@@ -163,9 +153,9 @@ inline void check_tables(const char* op, const Tensor& tables) {
 }
 
 // Check the tensors of an op that moves rows between tiers, and return pointers to them, which are
-// valid as long as the tensors. Neither devices nor contents are checked, and not that the tables
-// lie inside the tensors; host_memory checks the latter.
-//   weights  a tensor per tier: device, host, disk, cache
+// valid as long as the tensors. Not checked: devices, contents, and whether the tables lie inside
+// the tensors (host_memory checks the latter on the CPU).
+//   weights  a flat tensor per tier: device, host, disk, cache
 //   states   all states of tier 0, then all of tier 1, and so on. A state has one entry per row if
 //            it has fewer entries in the cache tier than the weights, else one per element. This is
 //            unambiguous, because the module pads cached rows to a multiple of four elements
@@ -191,8 +181,8 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
   memory.tables = feature_array(tables);
   memory.num_tables = static_cast<int>(tables.size(0));
   memory.num_tensors = 1 + num_states;
-  memory.cache_elements = weights[kCacheTier].numel();
-  memory.cache_rows = INT64_MAX;
+  memory.num_cache_elements = weights[kCacheTier].numel();
+  memory.num_cache_rows = INT64_MAX;
   memory.hyper = has_no_rounding ? nullptr : hyper.const_data_ptr<double>();
   for (int tier = 0; tier < kTiers; ++tier) {
     for (int k = 0; k <= num_states; ++k) {
@@ -201,12 +191,14 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
       STD_TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
       memory.tensors[k][tier] = {tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr(),
                                  float_dtype(op, name, tensor.scalar_type())};
-      if (tier != kCacheTier || k == 0 || tensor.numel() == memory.cache_elements) continue;
-      STD_TORCH_CHECK(tensor.numel() < memory.cache_elements, op,
+      if (tier != kCacheTier || k == 0 || tensor.numel() == memory.num_cache_elements) continue;
+      STD_TORCH_CHECK(tensor.numel() < memory.num_cache_elements, op,
                       ": a state in the cache must be as long as the weights there = ",
-                      memory.cache_elements, " or have one entry per slot, got ", tensor.numel());
-      memory.row_wise_tensors |= 1u << k;
-      memory.cache_rows = tensor.numel() < memory.cache_rows ? tensor.numel() : memory.cache_rows;
+                      memory.num_cache_elements, " or have one entry per slot, got ",
+                      tensor.numel());
+      memory.row_wise_mask |= 1u << k;
+      memory.num_cache_rows =
+          tensor.numel() < memory.num_cache_rows ? tensor.numel() : memory.num_cache_rows;
     }
   }
   return memory;

@@ -13,13 +13,13 @@
 
 namespace emb {
 
-EMB_SELECT_KERNELS(CacheMoveTable, kCacheMoveTable, move_table)
+EMB_SELECT_KERNELS(CacheMoveKernels, kCacheMoveKernels, move_kernels)
 
 namespace {
 
 constexpr int64_t kMoveGrain = 512;  // grain of parallel_balanced, in rows or slots
 
-// Throws unless every cached table lies inside the weights and states of its tier.
+// Throw unless every cached table lies inside the weights and states of its tier.
 void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
                      const std::vector<Tensor>& states) {
   for (int t = 0; t < memory.num_tables; ++t) {
@@ -55,9 +55,9 @@ CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vecto
   return memory;
 }
 
-void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t count) {
-  parallel_balanced(count, kMoveGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    move_table().move(memory, moves, begin, end);
+void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t num_rows) {
+  parallel_balanced(num_rows, kMoveGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+    move_kernels().move(memory, moves, begin, end);
   });
 }
 
@@ -69,10 +69,11 @@ namespace {
 //   hyper                float64 of the optimizer, read for stochastic rounding of rows that are
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
-//   rows, count          int64 [L] and int32 [1]: the first `count` rows move
+//   rows, count          int64 [L] and int32 [1]: the rows of the batch, of which the first `count`
+//                        exist
 //   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. Two
-//                        rows with one slot are a data race; not checked
-//   postponed            empty: only a GPU postpones fetches
+//                        rows with one slot would be a data race; not checked
+//   postponed            must be empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> postponed) {
@@ -93,16 +94,16 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
              n);
 }
 
-// Write the rows in `tags`, int64 [sets, kWays], back to their tables, with their states. They stay
-// in the cache. Empty ways, and tags that are no cacheable row, are skipped. The other arguments
-// are as for cache_move_.
+// Write the rows in the cache back to their tables, with their states. They stay in the cache.
+// `tags`, int64 [sets, kWays], is the row in each slot; empty ways, and tags that are not cacheable
+// rows, are skipped. The other arguments are as for cache_move_.
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   check_tags(op, tags);
   parallel_balanced(tags.numel(), kMoveGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    move_table().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);
+    move_kernels().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);
   });
 }
 

@@ -1,15 +1,15 @@
 // Moves rows and their optimizer states between the cache and the tiers of their tables, on one CPU
-// thread: the functions of CacheMoveTable (cache/args.h). If a tensor has one dtype in both tiers,
-// the row is copied, otherwise it is converted. Rows are processed in blocks: all cache lines of a
-// block are prefetched before its first row is copied.
+// thread: the functions of CacheMoveKernels (cache/args.h). If a tensor has one dtype in both
+// tiers, the row is copied, otherwise it is converted. Rows are processed in blocks: all cache
+// lines of a block are prefetched before its first row is copied.
 #include "cache/args.h"
 #include "core/random_block.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-// EMB_HD functions are inlined by force. Functions that are called for every tensor of a row have
-// it for that reason; they do not run on a device.
+// Functions that are called for every tensor of a row are EMB_HD because that forces inlining; they
+// do not run on a device.
 
 constexpr int kBlockRows = 8;  // rows per block
 
@@ -20,7 +20,7 @@ EMB_HD char* row_address(const CacheMemory& memory, int tensor, const RowLocatio
          first_entry(memory, tensor, location) * element_bytes(tensor_of_tier.type);
 }
 
-// Return the number of entries of a row in tensor number `tensor`.
+// Return the number of entries of a row in tensor number `tensor`: 1 or dim.
 EMB_HD int64_t num_row_entries(const CacheMemory& memory, int tensor, const TierRow& row) {
   return memory.has_entry_per_row(tensor) ? 1 : row.dim;
 }
@@ -35,7 +35,7 @@ EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
 }
 
 // Copy a row with all its states from one location to another. Where the tiers have different
-// dtypes, values are rounded stochastically by `rounding`, or to nearest if that is null.
+// dtypes, values are rounded stochastically by `rounding`, or to nearest if `rounding` is null.
 void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& from,
               const RowLocation& to, const Rounding* rounding) {
   for (int k = 0; k < memory.num_tensors; ++k) {
@@ -70,10 +70,10 @@ EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
   }
 }
 
-// The moves of one slot: a row to fetch into it, and the row in it to write back before. A row with
-// a dim of 0 is not moved.
-struct Move {
-  TierRow fetched, written_back;
+// The moves of one slot: the row in it, to be written back, and then a row to be fetched into it. A
+// dim of 0 means no row.
+struct RowMove {
+  TierRow fetch, write_back;
   int64_t slot;
 };
 
@@ -82,54 +82,52 @@ const Rounding* write_back_rounding(const Rounding& rounding) {
   return rounding.is_stochastic ? &rounding : nullptr;
 }
 
-// CacheMoveTable::move: for each u in [begin, end) with a move, write back evicted[u] if it is a
-// cacheable row, then fetch rows[u]. Rows that do not exist, or whose slot does not exist, are
-// skipped, as on a GPU: no caller checks the plan, and such moves would be outside the tensors.
+// CacheMoveKernels::move. Rows that do not exist, or whose slot does not exist, are skipped, as on
+// a GPU: no caller checks the plan, and such moves would be outside the tensors. `evicted` rows
+// that are not cacheable are not written back.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   for (int64_t u = begin; u < end;) {
-    Move block[kBlockRows];
+    RowMove block[kBlockRows];
     int num_moves = 0;
     for (; u < end && num_moves < kBlockRows; ++u) {
       if (moves.evicted[u] == kNoMove || moves.row_slots[u] < 0) continue;
-      Move& new_move = block[num_moves];
+      RowMove& new_move = block[num_moves];
       new_move = {find_tier_row(memory, moves.rows[u]), find_tier_row(memory, moves.evicted[u]),
                   moves.row_slots[u]};
-      if (!can_cache(memory, new_move.fetched, new_move.slot)) continue;
-      prefetch_location<false>(memory, new_move.fetched, new_move.fetched.location);
-      prefetch_location<true>(memory, new_move.fetched,
-                              slot_location(new_move.fetched, new_move.slot));
-      if (new_move.written_back.dim > 0)
-        prefetch_location<true>(memory, new_move.written_back, new_move.written_back.location);
+      if (!can_cache(memory, new_move.fetch, new_move.slot)) continue;
+      prefetch_location<false>(memory, new_move.fetch, new_move.fetch.location);
+      prefetch_location<true>(memory, new_move.fetch, slot_location(new_move.fetch, new_move.slot));
+      if (new_move.write_back.dim > 0)
+        prefetch_location<true>(memory, new_move.write_back, new_move.write_back.location);
       ++num_moves;
     }
     for (int i = 0; i < num_moves; ++i) {
-      const Move& row_move = block[i];
-      const RowLocation slot = slot_location(row_move.fetched, row_move.slot);
-      if (row_move.written_back.dim > 0)
-        copy_row(memory, row_move.written_back, slot, row_move.written_back.location,
+      const RowMove& row_move = block[i];
+      const RowLocation slot = slot_location(row_move.fetch, row_move.slot);
+      if (row_move.write_back.dim > 0)
+        copy_row(memory, row_move.write_back, slot, row_move.write_back.location,
                  write_back_rounding(rounding));
-      copy_row(memory, row_move.fetched, row_move.fetched.location, slot, nullptr);
+      copy_row(memory, row_move.fetch, row_move.fetch.location, slot, nullptr);
     }
   }
 }
 
-// CacheMoveTable::flush: write back the rows in slots [begin, end). Empty slots, and slots whose
-// tag is no cacheable row, are skipped.
+// CacheMoveKernels::flush.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   for (int64_t slot = begin; slot < end;) {
-    Move block[kBlockRows];
+    RowMove block[kBlockRows];
     int num_moves = 0;
     for (; slot < end && num_moves < kBlockRows; ++slot) {
       block[num_moves] = {{}, find_tier_row(memory, tags[slot]), slot};
-      if (!can_cache(memory, block[num_moves].written_back, slot)) continue;
-      prefetch_location<true>(memory, block[num_moves].written_back,
-                              block[num_moves].written_back.location);
+      if (!can_cache(memory, block[num_moves].write_back, slot)) continue;
+      prefetch_location<true>(memory, block[num_moves].write_back,
+                              block[num_moves].write_back.location);
       ++num_moves;
     }
     for (int i = 0; i < num_moves; ++i) {
-      const TierRow& row = block[i].written_back;
+      const TierRow& row = block[i].write_back;
       copy_row(memory, row, slot_location(row, block[i].slot), row.location,
                write_back_rounding(rounding));
     }
@@ -138,7 +136,7 @@ void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_
 
 }  // namespace
 
-extern const CacheMoveTable kCacheMoveTable;
-const CacheMoveTable kCacheMoveTable = {move, flush};
+extern const CacheMoveKernels kCacheMoveKernels;
+const CacheMoveKernels kCacheMoveKernels = {move, flush};
 
 }  // namespace emb::EMB_ISA

@@ -1,10 +1,13 @@
-// The plan of a batch on the GPU: probing, admission, counting, and the slots of lookups.
+// The plan of a batch on the GPU, in four steps on one stream:
+//   (1) launch_probe: probe_kernel stamps the hits. A warp works on one row; each lane has one of
+//       the 32 ways, so that the tags of a set are one coalesced load.
+//   (2) The caller groups the misses by set (sort_and_group of group/).
+//   (3) launch_admit: admit_kernel assigns ways to the misses. A warp works on one set.
+//   (4) launch_admit: finish_plan_kernel counts the batch, advances the clock and, if the caller
+//       wants them, writes the slots of lookups.
 //
-// A warp works on one row (probe_kernel), or on one set with misses (admit_kernel). Each lane has
-// one of the 32 ways, so that the tags of a set are one coalesced load. Between these two kernels,
-// the sort of group/ groups the misses by set. The last kernel counts the batch and, if the caller
-// wants them, writes the slots of lookups. The order of launches is launch_probe, sort_and_group,
-// launch_admit.
+// Here `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. No function waits for the
+// device.
 #pragma once
 
 #include "cache/args.h"
@@ -20,24 +23,25 @@ inline constexpr int kCacheWarps = kCacheThreads / kWarpLanes;
 static_assert(kWays == kWarpLanes);  // a warp that works on a set has one lane per way
 
 // The arguments of the kernels. All pointers are to device memory that must live until the kernels
-// have run.
+// have run. Contents are trusted.
 struct DevicePlanArgs {
-  CacheState cache;       // first_row is not used: kernels compute it from `tables`
+  CacheState cache;       // num_sets > 0; first_row is not used: kernels compute it from `tables`
   int64_t* clock;         // [2], see CacheClock
   int64_t* counters;      // [num_tables + 1, kCacheCounters], to which the batch is added
-  const Feature* tables;  // [num_tables], ascending by row; the cached ones are the last
+  const Feature* tables;  // [num_tables], in the order that find_table requires
   int num_tables;
   const int64_t* rows;      // [n] distinct rows, ascending; the first *count exist
-  const int32_t* segments;  // [n + 1], row u has lookups segments[u] to segments[u + 1] - 1
-  const int32_t* count;     // [1], number of distinct rows
-  int64_t n;
-  int32_t* row_slots;  // [n], an output: slot of each row, -1 for none and from *count on
-  int64_t* evicted;    // [n], an output: row that each row replaces, kNoRow or kNoMove
+  const int32_t* segments;  // [n + 1], row u has segments[u + 1] - segments[u] lookups
+  const int32_t* count;     // [1], the number of distinct rows
+  int64_t n;                // L, the length of `rows`
+  int32_t* row_slots;       // [n], an output: the slot of each row, -1 for none and from *count on
+  int64_t* evicted;  // [n], an output: the row that each row replaces, kNoRow, or kNoMove, also
+                     // from *count on
   // If `lag` is negative, `clock` has the numbers of this batch. Otherwise `clock` has the numbers
   // of the previous batch: this batch has the next number, and the oldest batch in flight has this
-  // number minus `lag`. The last kernel of the plan writes both numbers to `clock`.
+  // number minus `lag`. finish_plan_kernel then writes both numbers to `clock`.
   int64_t lag = -1;
-  int32_t* num_postponed = nullptr;  // [1], set to 0 by the last kernel; may be null
+  int32_t* num_postponed = nullptr;  // [1], set to 0 by finish_plan_kernel; may be null
 
   // Return the numbers of the batch and of the oldest batch in flight.
   EMB_HD int64_t now() const { return clock[CacheClock::kNow] + (lag < 0 ? 0 : 1); }
@@ -47,14 +51,15 @@ struct DevicePlanArgs {
   }
 };
 
-// The misses grouped by set. Group g < *num_groups has the rows permutation[segments[g]], ...,
-// permutation[segments[g + 1] - 1] of set sets[g], in ascending order.
+// The misses grouped by set. Group g < *num_groups has the misses permutation[segments[g]], ...,
+// permutation[segments[g + 1] - 1] of set sets[g], which are positions in DevicePlanArgs::rows and
+// ascend.
 struct DeviceMissGroups {
-  const int32_t *sets, *segments, *permutation, *num_groups;
+  const int32_t *sets, *segments, *permutation, *num_groups;  // [n], [n + 1], [n], [1]
 };
 
 // Return the number of lookups of row u in the batch.
-EMB_DEVICE int64_t lookups_at(const DevicePlanArgs& plan, int64_t u) {
+EMB_DEVICE int64_t num_lookups_at(const DevicePlanArgs& plan, int64_t u) {
   return plan.segments[u + 1] - plan.segments[u];
 }
 
@@ -66,10 +71,10 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
 }
 
 // For every row write row_slots, -1 for a miss and for a row that is not cacheable, and set
-// `evicted` to kNoMove. Stamp the hits, and for LFU add the lookups of the batch. Also write the
-// input of the sort that groups the misses: the position of each row, and its key, which is the set
-// of a miss and sort.no_group_key for any other row. A warp works on one row, in a grid-stride
-// loop.
+// `evicted` to kNoMove. Stamp the hits. For LFU add the lookups of the batch, to the stamps of hits
+// and to `counts` of misses. Also write the input of the sort that groups the misses: the position
+// of each row, and its key, which is the set of a miss and sort.no_group_key for any other row. A
+// warp works on one row, in a grid-stride loop.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     probe_kernel(DevicePlanArgs plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
@@ -88,14 +93,14 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     sort.positions[u] = static_cast<int32_t>(u);
     if (!is_cacheable) continue;
     if (way >= 0) {
-      const int64_t lookups =
+      const int64_t num_lookups =
           cache.policy == CachePolicy::kLru
               ? 0
-              : add_lookups(lookups_of(cache.usage_words[slot]), lookups_at(plan, u));
-      cache.usage_words[slot] = usage_word(cache.policy, lookups, now);
+              : add_lookups(num_lookups_of(cache.stamps[slot]), num_lookups_at(plan, u));
+      cache.stamps[slot] = make_stamp(cache.policy, num_lookups, now);
     } else if (cache.policy == CachePolicy::kLfu) {
-      int32_t& lookups = cache.counts[row - first_row];
-      lookups = static_cast<int32_t>(add_lookups(lookups, lookups_at(plan, u)));
+      int32_t& count_of_row = cache.counts[row - first_row];
+      count_of_row = static_cast<int32_t>(add_lookups(count_of_row, num_lookups_at(plan, u)));
     }
   }
 }
@@ -116,20 +121,20 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
 }
 
 // LFU orders the misses of a set by priority, the highest first. The upper 32 bits of a priority
-// are the lookups of the row; the lower 32 bits decrease with the index of the miss in its group.
-// kNoMiss is below all priorities.
+// are the number of lookups of the row; the lower 32 bits decrease with the index of the miss in
+// its group. kNoMiss is below all priorities.
 inline constexpr int64_t kNoMiss = -1;
 
-EMB_DEVICE int64_t miss_priority(int64_t lookups, int32_t index) {
-  return (lookups << 32) | (INT32_MAX - index);
+EMB_DEVICE int64_t miss_priority(int64_t num_lookups, int32_t index) {
+  return (num_lookups << 32) | (INT32_MAX - index);
 }
-EMB_DEVICE int64_t lookups_of_miss(int64_t priority) { return priority >> 32; }
+EMB_DEVICE int64_t num_lookups_of_miss(int64_t priority) { return priority >> 32; }
 EMB_DEVICE int32_t index_of_miss(int64_t priority) {
   return INT32_MAX - static_cast<int32_t>(priority & 0xffffffff);
 }
 
-// Return how many of the first `num_lanes` lanes have a `lane_priority` that is higher than the
-// `priority` of this lane. All 32 lanes must call this.
+// Return how many of the first `num_lanes` lanes pass a `lane_priority` that is higher than the
+// `priority` that this lane passes. All 32 lanes must call this.
 EMB_DEVICE int count_higher(int64_t priority, int64_t lane_priority, int num_lanes) {
   int num_higher = 0;
   for (int k = 0; k < num_lanes; ++k) {
@@ -138,10 +143,11 @@ EMB_DEVICE int count_higher(int64_t priority, int64_t lane_priority, int num_lan
   return num_higher;
 }
 
-// Write to `leaders`, [kWays], the kWays highest priorities of the misses of the group [begin,
-// end), the highest first. If there are fewer, the other elements are kNoMiss. Each count of
-// lookups is read once. 32 misses at a time are ranked against the leaders so far. `leaders` is
-// shared memory of this warp. All 32 lanes must call this.
+// Write the kWays highest priorities of the misses of the group [begin, end), the highest first, to
+// `leaders`, [kWays] in shared memory of this warp. If there are fewer, the other elements are
+// kNoMiss. 32 misses at a time are ranked against the leaders so far, so that each count of lookups
+// is read once. All 32 lanes must call this; it ends with a __syncwarp. Before the next call, the
+// caller needs one after its last read of `leaders`.
 EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGroups& groups,
                                 int64_t first_row, int32_t begin, int32_t end, int64_t* leaders) {
   int64_t leader = kNoMiss;  // the leader so far whose rank is the number of this lane
@@ -169,9 +175,9 @@ EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGrou
 }
 
 // Assign ways to the misses. A warp works on one set, in a grid-stride loop. Lane w decides whether
-// way w is replaced. The candidate is the miss whose rank among the misses is the rank of way w
-// among the ways. For a row that gets a way, write row_slots, evicted, the tag and the usage word.
-// For LFU also write the lookups of the evicted row to `counts`.
+// way w is replaced. Its candidate is the miss whose rank among the misses is the rank of way w
+// among the ways. For a row that gets a way, write row_slots, evicted, the tag and the stamp. For
+// LFU also write the number of lookups of the evicted row to `counts`.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(DevicePlanArgs plan, DeviceMissGroups groups) {
   __shared__ int64_t leaders_of_warps[kCacheWarps][kWays];
@@ -185,7 +191,7 @@ EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGrou
   for (int64_t g = simt::global_warp(); g < num_groups; g += simt::warps_in_grid()) {
     const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_in_warp();
     const int32_t begin = groups.segments[g], end = groups.segments[g + 1];
-    const int64_t word = cache.usage_words[slot], order = way_order(cache.policy, word, oldest);
+    const int64_t stamp = cache.stamps[slot], order = way_order(cache.policy, stamp, oldest);
     int rank = 0;  // rank of this way among all ways
     for (int k = 0; k < kWays; ++k) {
       const int64_t other_order = __shfl_sync(simt::kFullMask, order, k);
@@ -194,28 +200,29 @@ EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGrou
     if (is_lfu) rank_by_lookups(plan, groups, first_row, begin, end, leaders);
     if (rank < end - begin) {
       const int32_t u = groups.permutation[begin + (is_lfu ? index_of_miss(leaders[rank]) : rank)];
-      const int64_t row = plan.rows[u], lookups = is_lfu ? lookups_of_miss(leaders[rank]) : 0;
-      if (may_replace(cache.policy, lookups, order)) {
+      const int64_t row = plan.rows[u];
+      const int64_t num_lookups = is_lfu ? num_lookups_of_miss(leaders[rank]) : 0;
+      if (may_replace(cache.policy, num_lookups, order)) {
         const int64_t evicted = cache.tags[slot];
-        // Tags outside the rows of the tables count nothing; an empty way has a negative one.
+        // A tag that is not a cacheable row, e.g. that of an empty way, has no entry in `counts`.
         if (is_lfu && evicted >= first_row && evicted < end_row) {
-          cache.counts[evicted - first_row] = static_cast<int32_t>(lookups_of(word));
+          cache.counts[evicted - first_row] = static_cast<int32_t>(num_lookups_of(stamp));
         }
         plan.row_slots[u] = static_cast<int32_t>(slot);
         plan.evicted[u] = evicted < 0 ? kNoRow : evicted;
         cache.tags[slot] = row;
-        cache.usage_words[slot] = usage_word(cache.policy, lookups, now);
+        cache.stamps[slot] = make_stamp(cache.policy, num_lookups, now);
       }
     }
     __syncwarp();  // before `leaders` is overwritten
   }
 }
 
-// Counts of one table that a warp has not added to the counters yet. Every lane has partial sums,
+// Counts of one table that a warp has not yet added to the counters. Every lane has partial sums,
 // which flush_counts adds up.
 struct TableCounts {
   static constexpr int kCounters = CacheCounter::kWriteBacks;  // all counters before kWriteBacks
-  int table = -1;                                              // -1: none
+  int table = -1;                                              // the same in all lanes; -1: none
   int32_t sums[kCounters] = {};  // by counter; a batch has fewer than 2^31 lookups
 };
 
@@ -241,24 +248,24 @@ EMB_DEVICE void flush_counts(const DevicePlanArgs& plan, TableCounts* counts) {
   }
 }
 
-// Count row u, of a table that begins with row `row_base`, in `sums` of the table's TableCounts.
-// The first row of the batch in the table counts the call.
+// Add row u, of a table that begins with row `row_base`, to this lane's TableCounts::sums of the
+// table. The first row of the batch in the table counts the call.
 EMB_DEVICE void count_row(const DevicePlanArgs& plan, int64_t u, int64_t row_base, int32_t* sums) {
-  const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
+  const auto num_lookups = static_cast<int32_t>(num_lookups_at(plan, u));
   const bool is_conflict = plan.row_slots[u] < 0;
   const bool is_miss = is_conflict || plan.evicted[u] != kNoMove;
   sums[CacheCounter::kCalls] += u == 0 || plan.rows[u - 1] < row_base;
-  sums[CacheCounter::kLookups] += lookups;
+  sums[CacheCounter::kLookups] += num_lookups;
   sums[CacheCounter::kUnique] += 1;
   sums[CacheCounter::kUniqueMisses] += is_miss;
-  sums[CacheCounter::kLookupMisses] += is_miss ? lookups : 0;
+  sums[CacheCounter::kLookupMisses] += is_miss ? num_lookups : 0;
   sums[CacheCounter::kConflictUniqueMisses] += is_conflict;
-  sums[CacheCounter::kConflictMisses] += is_conflict ? lookups : 0;
+  sums[CacheCounter::kConflictMisses] += is_conflict ? num_lookups : 0;
 }
 
-// Count the cacheable rows of a plan and the rows that they evict. This is block `block` of the
-// `num_blocks` blocks that count. Each warp counts a contiguous range of rows, 32 at a time. Rows
-// ascend, so their table seldom changes.
+// Count the cacheable rows of a plan, and the rows that they evict, as block `block` of the
+// `num_blocks` blocks that count. Each warp counts a contiguous range of rows, 32 at a time; rows
+// ascend, so their table seldom changes. All lanes of a warp must call this.
 EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned num_blocks) {
   const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
   const int64_t num_tiles = (count + kWarpLanes - 1) / kWarpLanes,
@@ -299,20 +306,21 @@ EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned 
   if (counts.table >= 0) flush_counts(plan, &counts);
 }
 
-// The slots of n lookups, computed from the slots of their rows.
+// The slots of n lookups, computed from the slots of their rows. The default has no lookups.
 struct LookupSlots {
-  const int32_t* row_slots;                   // slot of each distinct row
+  const int32_t* row_slots;                   // [*count] slot of each distinct row, -1 for none
   const int32_t *segments, *lookups, *count;  // the grouping of tbe_group: [n + 1], [n], [1]
   int64_t n;
-  int32_t* slots;  // [n], an output: slot of the row of each lookup, -1 for none
+  int32_t* slots;  // [n], an output: the slot of the row of each lookup, -1 for none
 };
 
-// Write the slot of every lookup. This is block `block` of the `num_blocks` blocks that write. All
-// threads of the block must call this; `range` is shared memory for two ints.
+// Write the slots of lookups, as block `block` of the `num_blocks` blocks that write. All
+// kTileThreads threads of the block must call this, because TileSearch has barriers; `range`, [2],
+// is shared memory for it.
 EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsigned num_blocks,
                                    int* range) {
   const int num_groups = *args.count;
-  const int32_t num_grouped = args.segments[num_groups];  // lookups; the others have no slot
+  const int32_t num_grouped = args.segments[num_groups];  // lookups with a row; others get -1
   const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
   for (int64_t tile = int64_t{block} * kTileSize; tile < args.n;
        tile += int64_t{num_blocks} * kTileSize) {
@@ -332,16 +340,16 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
   write_lookup_slots(args, blockIdx.x, gridDim.x, range);
 }
 
-// Blocks per multiprocessor of the last kernel, which leave a thread 40 registers. Without this
+// Blocks per multiprocessor of finish_plan_kernel, which leave a thread 40 registers. Without this
 // bound nvcc 13.0 takes 32 registers for sm_80 and sm_90, and spills.
 inline constexpr int kFinishBlocksPerSm = 6;
 // Rows per thread of a block that counts. A warp ends with an atomic addition per counter, so it
 // should count many rows. The number is not measured.
 inline constexpr int kRowsPerCountingThread = 8;
 
-// The last kernel of a plan: the first `num_counting_blocks` blocks count the rows, the others, if
-// any, write the slots of `lookups`. One thread counts the call, sets *num_postponed to 0 unless
-// that is null, and advances the clock unless plan.lag is negative.
+// The last kernel of a plan: the first `num_counting_blocks` blocks count the rows; the others, if
+// any, write the slots of `lookups`. One thread counts the call, sets *plan.num_postponed to 0
+// unless that is null, and advances the clock unless plan.lag is negative.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocksPerSm)
     finish_plan_kernel(DevicePlanArgs plan, unsigned num_counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
@@ -362,7 +370,8 @@ inline constexpr int kRowsPerCountingThread = 8;
 }
 static_assert(kCacheThreads == kTileThreads);
 
-// Probe all rows, and write the keys and positions that the caller sorts to group the misses.
+// Probe all rows, and write sort.keys and sort.positions, which the caller sorts to group the
+// misses.
 template <class Launcher>
 void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
                   const SortBuffers<uint32_t>& sort) {
@@ -372,7 +381,7 @@ void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
            kCacheThreads, plan, sort);
 }
 
-// Write plan.row_slots and nothing else.
+// Launch locate_kernel.
 template <class Launcher>
 void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
   if (plan.n == 0) return;
@@ -381,8 +390,8 @@ void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
            kCacheThreads, plan);
 }
 
-// Admit the misses, which the caller has grouped by set, then launch finish_plan_kernel, also if
-// n = 0.
+// Admit the misses, which the caller has grouped by set. Then launch finish_plan_kernel, also
+// without rows; it writes lookups.slots.
 template <class Launcher>
 void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
                   const DeviceMissGroups& groups, const LookupSlots& lookups = {}) {
@@ -403,7 +412,7 @@ void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
            num_counting_blocks, lookups);
 }
 
-// Write the slot of every lookup.
+// Launch lookup_slots_kernel.
 template <class Launcher>
 void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
   if (args.n == 0) return;

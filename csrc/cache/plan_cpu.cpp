@@ -1,7 +1,7 @@
 // `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU. A plan
-// checks its input, probes the rows in parallel, groups the misses by set, and admits them set by
-// set in parallel; plan_batch then adds the batch to the counters. The kernels are in
-// plan_kernels.cpp.
+// checks its input, probes the rows in parallel (probe_all), groups the misses by set, and admits
+// them set by set in parallel (admit_all); plan_batch then adds the batch to the counters. The
+// kernels are in plan_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,14 +18,14 @@
 
 namespace emb {
 
-EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
+EMB_SELECT_KERNELS(CachePlanKernels, kCachePlanKernels, plan_kernels)
 
 namespace {
 
-constexpr int64_t kPlanGrain = 2048;  // grain of parallel loops, in rows or misses
-// The same in lookups, which copy one number each.
-constexpr int64_t kLookupGrain = 8 * kPlanGrain;
-constexpr int64_t kSetCost = 4;  // cost of a set with misses in units of one miss; not measured
+// The grains of parallel loops and the cost are not measured.
+constexpr int64_t kPlanGrain = 2048;              // in rows or misses
+constexpr int64_t kLookupGrain = 8 * kPlanGrain;  // in lookups, which copy one number each
+constexpr int64_t kSetCost = 4;                   // cost of a set with misses, in misses
 
 // The distinct rows of a batch, ascending. The rows from position `first_cacheable` on are
 // cacheable.
@@ -45,17 +45,18 @@ struct BatchRows {
   int64_t lower_bound(int64_t row) const {
     return std::lower_bound(rows, rows + num_rows, row) - rows;
   }
-  // Divide the cacheable rows into num_chunks() chunks of about equal size; return their bounds.
+  // Divide the cacheable rows into num_chunks() chunks of about equal size. Return the positions at
+  // which they begin, and then num_rows.
   std::vector<int64_t> chunk_bounds() const {
-    const int64_t num = num_chunks();
-    std::vector<int64_t> bounds(num + 1);
-    for (int64_t c = 0; c <= num; ++c) bounds[c] = first_cacheable + num_cacheable() * c / num;
+    const int64_t n = num_chunks();
+    std::vector<int64_t> bounds(n + 1);
+    for (int64_t c = 0; c <= n; ++c) bounds[c] = first_cacheable + num_cacheable() * c / n;
     return bounds;
   }
 };
 
 // Return the first `count` of the n rows of a batch after checking them. Throws unless `count` is
-// in [0, n], the rows are distinct, ascending and in [0, end_of_rows), and the segments, if not
+// in [0, n], these rows are distinct, ascending and in [0, end_of_rows), and their segments, if not
 // null, are not negative and do not decrease. The caller must have checked `tables`.
 BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
                       const int32_t* segments, int64_t n, int64_t count) {
@@ -95,15 +96,15 @@ void fill_uncacheable_and_tail(T* out, const BatchRows& batch, int64_t n, int64_
   std::fill(out + batch.num_rows, out + n, static_cast<T>(value));
 }
 
-// Adds a batch to `counters`, [tables + 1, kCacheCounters]: a row per table, then the totals. Call
-// `reserve` before the plan changes anything. If a plan ran out of memory after it had changed
+// Adds a batch to `counters`, [T + 1, kCacheCounters]: a row per table, then the totals. Call
+// `reserve` before the plan changes anything: if a plan ran out of memory after it had changed
 // tags, there would be tags whose rows are never fetched.
 class BatchCounters {
  public:
   BatchCounters(int64_t* counters, const Feature* tables, int num_tables)
       : counters_(counters), tables_(tables), num_tables_(num_tables) {}
 
-  // Allocate all memory that counting the batch needs.
+  // Allocate all memory that counting the batch takes. Call it once.
   void reserve(const BatchRows& batch) {
     max_chunks_ = batch.num_chunks();  // there are no more misses than cacheable rows
     partial_counters_.assign(max_chunks_ * (num_tables_ + 1) * kCacheCounters, 0);
@@ -149,13 +150,13 @@ class BatchCounters {
   void add_chunk(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
     int table = begin == end ? 0 : find_table(tables_, num_tables_, args.rows[begin->position]);
     for (const Miss* miss = begin; miss != end; ++miss) {
-      const int64_t u = miss->position, lookups = args.segments[u + 1] - args.segments[u];
+      const int64_t u = miss->position, num_lookups = args.segments[u + 1] - args.segments[u];
       while (args.rows[u] >= tables_[table].row_base + tables_[table].rows) ++table;
       const bool is_conflict = args.row_slots[u] < 0;
       add_both(table, CacheCounter::kUniqueMisses, 1);
-      add_both(table, CacheCounter::kLookupMisses, lookups);
+      add_both(table, CacheCounter::kLookupMisses, num_lookups);
       add_both(table, CacheCounter::kConflictUniqueMisses, is_conflict);
-      add_both(table, CacheCounter::kConflictMisses, is_conflict ? lookups : 0);
+      add_both(table, CacheCounter::kConflictMisses, is_conflict ? num_lookups : 0);
       if (args.evicted[u] == kNoRow || args.evicted[u] == kNoMove) continue;
       const int evicted_table = find_table(tables_, num_tables_, args.evicted[u]);
       if (evicted_table >= 0) add_both(evicted_table, CacheCounter::kWriteBacks, 1);
@@ -166,13 +167,13 @@ class BatchCounters {
   const Feature* tables_;
   int num_tables_;
   int64_t max_chunks_ = 1;
-  // [max_chunks_, tables + 1, kCacheCounters], for each chunk of the misses.
+  // [max_chunks_, T + 1, kCacheCounters]: the counters of each chunk of misses.
   std::vector<int64_t> partial_counters_;
 };
 
-// A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It saves
-// everything that CachePlanTable::probe and admit write except outputs: tags, usage words and, for
-// LFU, counts.
+// A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It saves all that
+// CachePlanKernels::probe and admit write but their outputs: tags, stamps and, for LFU, counts.
+// `args` and `batch` must live as long as the object.
 class SavedSets {
  public:
   SavedSets(const CachePlanArgs& args, const BatchRows& batch) : args_(args), batch_(batch) {
@@ -184,15 +185,15 @@ class SavedSets {
     sets_.erase(std::unique(sets_.begin(), sets_.end()), sets_.end());
     for (const int64_t set : sets_) {
       tags_.insert(tags_.end(), cache.tags + set * kWays, cache.tags + (set + 1) * kWays);
-      usage_words_.insert(usage_words_.end(), cache.usage_words + set * kWays,
-                          cache.usage_words + (set + 1) * kWays);
+      usage_words_.insert(usage_words_.end(), cache.stamps + set * kWays,
+                          cache.stamps + (set + 1) * kWays);
     }
     if (cache.policy != CachePolicy::kLfu) return;
     for (int64_t u = batch.first_cacheable; u < batch.num_rows; ++u) {
       counts_.push_back(cache.counts[batch.rows[u] - cache.first_row]);
     }
     for (const int64_t tag : tags_) {
-      if (is_counted(tag)) counts_.push_back(cache.counts[tag - cache.first_row]);
+      if (has_count(tag)) counts_.push_back(cache.counts[tag - cache.first_row]);
     }
   }
 
@@ -201,7 +202,7 @@ class SavedSets {
     const CacheState& cache = args_.cache;
     for (size_t i = 0; i < sets_.size(); ++i) {
       std::copy_n(tags_.data() + i * kWays, kWays, cache.tags + sets_[i] * kWays);
-      std::copy_n(usage_words_.data() + i * kWays, kWays, cache.usage_words + sets_[i] * kWays);
+      std::copy_n(usage_words_.data() + i * kWays, kWays, cache.stamps + sets_[i] * kWays);
     }
     if (cache.policy != CachePolicy::kLfu) return;
     const int32_t* next_count = counts_.data();
@@ -209,13 +210,13 @@ class SavedSets {
       cache.counts[batch_.rows[u] - cache.first_row] = *next_count++;
     }
     for (const int64_t tag : tags_) {
-      if (is_counted(tag)) cache.counts[tag - cache.first_row] = *next_count++;
+      if (has_count(tag)) cache.counts[tag - cache.first_row] = *next_count++;
     }
   }
 
  private:
-  // Return whether a tag is a cacheable row, which has an entry in `counts`.
-  bool is_counted(int64_t tag) const { return tag >= args_.cache.first_row && tag < args_.end_row; }
+  // Return whether a tag is a cacheable row, and so has an entry in `counts`.
+  bool has_count(int64_t tag) const { return tag >= args_.cache.first_row && tag < args_.end_row; }
 
   const CachePlanArgs& args_;
   const BatchRows& batch_;
@@ -224,16 +225,16 @@ class SavedSets {
 };
 
 // Probe all cacheable rows, which stamps the hits. List the misses in `misses`, ascending by
-// position; it must have room for all cacheable rows. Return the index in `misses` at which the
-// misses of each chunk begin, and then the number of misses.
+// position; it must have room for all cacheable rows. Return, for each chunk of chunk_bounds, the
+// index in `misses` at which its misses begin, and then the number of misses.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch, Miss* misses) {
   const std::vector<int64_t> bounds = batch.chunk_bounds();
   const int64_t num_chunks = static_cast<int64_t>(bounds.size()) - 1;
-  // At first, element c + 1 is the number of misses of chunk c.
+  // In the first loop, element c + 1 is the number of misses of chunk c.
   std::vector<int64_t> miss_begins(num_chunks + 1, 0);
   parallel_tasks(num_chunks, [&](int64_t c) {
-    miss_begins[c + 1] = plan_table().probe(args, bounds[c], bounds[c + 1],
-                                            misses + bounds[c] - batch.first_cacheable);
+    miss_begins[c + 1] = plan_kernels().probe(args, bounds[c], bounds[c + 1],
+                                              misses + bounds[c] - batch.first_cacheable);
   });
   for (int64_t c = 0; c < num_chunks; ++c) {
     std::copy_n(misses + bounds[c] - batch.first_cacheable, miss_begins[c + 1],
@@ -263,13 +264,13 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
   const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
   parallel_balanced(
       num_groups, kPlanGrain, [&](int64_t g) { return kSetCost * g + segments[g]; },
-      [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
+      [&](int64_t begin, int64_t end) { plan_kernels().admit(args, groups, begin, end); });
 }
 
-// A plan, and its output: row_slots, int32 [L], and evicted, int64 [L], where L is the length of
-// the argument `rows`. The first U elements are those of CachePlanArgs; the others are -1 and
-// kNoMove. The constructor checks the contents of tables, rows, segments and count, and throws if
-// they are invalid. The object points into the tensors of `call`.
+// A plan, and its output: row_slots, int32 [L], and evicted, int64 [L]. The first U elements are
+// those of CachePlanArgs; the others are -1 and kNoMove. The constructor checks the contents of
+// tables, rows, segments and count, and throws if they are invalid; it changes nothing. The object
+// points into the tensors of `call`.
 struct HostPlan {
   BatchRows batch;
   Tensor row_slots, evicted;
@@ -336,10 +337,10 @@ namespace {
 
 // Plan a batch: assign slots to its rows, and update tags, stamps, counts and counters in place.
 // Return (row_slots, evicted), see plan_batch. No row moves: cache_move_ does that.
-//   tags, stamps, counts   the cache, see CacheState; stamps are its usage words, and counts may be
-//                          empty for LRU
+//   tags, stamps, counts   the cache, see CacheState; counts may be empty for LRU
 //   counters               int64 [T + 1, kCacheCounters]
-//   clock                  int64 [2], see CacheClock: the numbers for this batch
+//   clock                  int64 [2], see CacheClock: the numbers of this batch and of the oldest
+//                          batch in flight
 //   tables                 int64 [T, 8], as check_tables requires
 //   rows, segments, count  the distinct rows of the batch, as tbe_group returns them
 //   policy                 a code of CachePolicy
@@ -365,7 +366,7 @@ Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counter
   const SavedSets saved_sets(plan.args, plan.batch);
   try {
     plan.run(misses.get());
-  } catch (...) {  // no memory for the misses
+  } catch (...) {  // e.g. std::bad_alloc
     saved_sets.restore();
     throw;
   }
@@ -374,7 +375,7 @@ Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counter
 }
 
 // Return the slot of each distinct row of a batch, int32 [L] as in HostPlan, -1 for a row that is
-// not in the cache. Nothing changes.
+// not in the cache. Nothing changes. The arguments are as for cache_plan_.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
@@ -392,8 +393,9 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   args.row_slots = row_slots.mutable_data_ptr<int32_t>();
   fill_uncacheable_and_tail(args.row_slots, batch, rows.numel(), -1);
   const std::vector<int64_t> bounds = batch.chunk_bounds();
-  parallel_tasks(static_cast<int64_t>(bounds.size()) - 1,
-                 [&](int64_t c) { plan_table().locate(args, bounds[c], bounds[c + 1], nullptr); });
+  parallel_tasks(static_cast<int64_t>(bounds.size()) - 1, [&](int64_t c) {
+    plan_kernels().locate(args, bounds[c], bounds[c + 1], nullptr);
+  });
   return row_slots;
 }
 

@@ -1,6 +1,6 @@
 // `cache_prefetch_` on the CPU: check, group, plan and move a batch in one call. All arguments are
-// checked before the cache changes. So if the op raises for an argument, there is no tag whose row
-// has not been fetched.
+// checked before the cache changes. So if the op throws for an argument, the cache has no tag whose
+// row has not been fetched.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -15,17 +15,17 @@
 namespace emb {
 namespace {
 
-// Return whether all indices and offsets of a batch are valid.
-bool is_batch_valid(const char* op, const Tensor& features, const Tensor& indices_in,
+// Do what is_valid_batch of tbe/entries.h does, for a batch whose arguments are not yet converted.
+bool is_valid_batch(const char* op, const Tensor& features, const Tensor& indices_in,
                     const Tensor& offsets_in, const std::optional<Tensor>& bag_layout) {
   const Tensor indices = as_contiguous(indices_in), offsets = as_contiguous(offsets_in);
   const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
-  return is_valid_batch(features, index_array(indices), bags, feature_bags);
+  return emb::is_valid_batch(features, index_array(indices), bags, feature_bags);
 }
 
 // Advance the clock to the next batch, and plan this batch. The oldest batch in flight is `lag`
-// batches before it. Return what plan_batch returns. If the plan raises, the clock is reset.
+// batches before it. Return what plan_batch returns. If the plan throws, the clock is reset.
 std::tuple<Tensor, Tensor> plan_next_batch(const PlanCall& call, int64_t lag) {
   const int64_t now = call.clock[CacheClock::kNow], oldest = call.clock[CacheClock::kOldest];
   call.clock[CacheClock::kNow] = now + 1;
@@ -40,14 +40,15 @@ std::tuple<Tensor, Tensor> plan_next_batch(const PlanCall& call, int64_t lag) {
 }
 
 // Prefetch a batch: advance the clock, assign slots of the cache to the batch's rows, write back
-// the rows that they evict, and fetch the batch's rows into their slots. Return seven tensors:
+// the rows that they evict, and fetch the batch's rows into their slots. L is the number of
+// lookups, F of features, T of tables, B of bags per feature. Return seven tensors:
 //   rows, segments, lookups, bags, count   the grouping of the batch, as tbe_group returns it
 //   row_slots                              int32 [L]: the slot of each distinct row, -1 for none
 //   slots                                  int32 [L]: the slot of each lookup's row, -1 for none
 // If the batch is invalid and there is a `check_mode`, return no tensor and change nothing: the
 // caller must report and repair the batch. Without a `check_mode`, indices and offsets are repaired
 // as they are read. plan_batch describes what a call that runs out of memory may have changed.
-//   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
+//   weights, states  as for cache_move_
 //   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
 //   tables      int64 [T, 8], a Feature per table
 //   cache       [tags, stamps, counts, counters, clock, conflicts], see emblib/ops/cache.py;
@@ -59,7 +60,7 @@ std::tuple<Tensor, Tensor> plan_next_batch(const PlanCall& call, int64_t lag) {
 //   indices     int32 or int64 [L]
 //   offsets     int32 or int64 [F * B + 1], [bags + 1] with a bag_layout
 //   bag_layout  int64 [bags, 2], see BagLayout; none if all features have B bags
-//   total_rows  rows of all tables, above every linear row id
+//   total_rows  a number above every linear row id
 //   has_valid_offsets  whether `offsets` are a result of `bounds_check` (`repaired` in the schema)
 //   check_mode  a code of BoundsMode, if the batch is to be checked. The modes do not differ here:
 //               the caller applies the mode when it reports the violations
@@ -81,7 +82,7 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                 cache[CacheTensor::kCounts], cache[CacheTensor::kCounters],
                 cache[CacheTensor::kClock], tables, policy);
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
-  if (is_checked && !is_batch_valid(op, features, indices, offsets, bag_layout)) return {};
+  if (is_checked && !is_valid_batch(op, features, indices, offsets, bag_layout)) return {};
   const auto [rows, segments, lookups, bags, count] = tbe_group(
       features, indices, offsets, bag_layout, total_rows, has_valid_offsets || is_checked);
   call.set_rows(rows, segments, count);

@@ -22,9 +22,9 @@ CacheMemory read_memory(Words* words) {
   memory.hyper = words->pointer<const double>();
   read_tables(words, &memory.tables, &memory.num_tables);
   memory.num_tensors = static_cast<int>(words->number());
-  memory.row_wise_tensors = static_cast<uint32_t>(words->number());
-  memory.cache_elements = words->number();
-  memory.cache_rows = words->number();
+  memory.row_wise_mask = static_cast<uint32_t>(words->number());
+  memory.num_cache_elements = words->number();
+  memory.num_cache_rows = words->number();
   for (int tier = 0; tier < kTiers; ++tier) {
     for (int k = 0; k < memory.num_tensors; ++k) {
       void* data = words->pointer<void>();
@@ -46,7 +46,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     Words words(call);
     DevicePlanArgs plan{};
     plan.cache.tags = words.pointer<int64_t>();
-    plan.cache.usage_words = words.pointer<int64_t>();
+    plan.cache.stamps = words.pointer<int64_t>();
     plan.cache.counts = words.pointer<int32_t>();
     plan.cache.num_sets = words.number();
     plan.cache.policy = static_cast<emb::CachePolicy>(words.number());
