@@ -174,7 +174,6 @@ TORCH_HEADERS = {
     "csrc/tbe/grouping.h",
     "csrc/optim/device_states.h",
     "csrc/optim/update_matrix.h",
-    "csrc/tbe/check_located.h",
 }
 
 

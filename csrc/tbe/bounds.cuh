@@ -1,7 +1,8 @@
-// Bounds check of indices and offsets on the GPU, in one launch of the kernel that makes the keys
-// of lookups (tbe/keys.cuh), here without keys. Repaired offsets are written to a new array.
-// Invalid indices are only counted, because kernels repair the indices that they read. Violations
-// are counted on the device; if they are fatal, the kernel traps instead, as a failed assert does.
+// Bounds check of a batch of any size on the GPU, in one launch of the kernel that makes the keys
+// of lookups (tbe/keys.cuh), here without keys. tbe/check_batch.cuh has another kernel for small
+// batches. Repaired offsets are written to a new array. Invalid indices are only counted, because
+// kernels repair the indices that they read. Violations are counted on the device; if they are
+// fatal, the kernel traps instead, as a failed assert does.
 #pragma once
 
 #include "tbe/keys.cuh"
@@ -11,29 +12,30 @@ namespace emb::cuda {
 // The arguments of a bounds check. All pointers are to device memory that must live until the
 // kernel has run.
 struct BoundsArgs {
-  IndexArray indices, offsets;    // [num_lookups], [num_bags + 1]
+  IndexArray indices, offsets;    // [num_lookups], [num_bags + 1], contents not checked
   const Feature* features;        // [F], contents not checked
   int64_t num_lookups, num_bags;  // num_bags is 0 only without lookups
   BagMap map;
   bool is_fatal;                   // trap at a violation
-  unsigned long long* progress;    // [2], scratch; may be null if `checks_with_one_block`
+  unsigned long long* progress;    // [2], scratch, as in BatchCheck; null if it is not needed
   int32_t* repaired_offsets;       // [num_bags + 1], an output
   unsigned long long* violations;  // [2], as in BatchCheck; null if they are not counted
   bool adds_violations = true;     // add to `violations`, else overwrite it
 };
 
-// Return whether launch_bounds_check checks the batch with one block, which needs no `progress`.
+// Return whether launch_bounds_check checks the batch with one block; then it does not need
+// `progress`.
 inline bool checks_with_one_block(int64_t num_lookups, int64_t num_bags) {
-  return num_lookups <= kKeyTile && num_bags < kKeyTile;
+  return num_lookups <= kTileLookups && num_bags < kTileLookups;
 }
 
-// Write args.repaired_offsets and count violations; `launcher` is a CudaLauncher or a
+// Write args.repaired_offsets and count violations. `launcher` is a CudaLauncher or, in tests, a
 // simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_bounds_check(const Launcher& launcher, const BoundsArgs& args) {
-  const LookupKeys in{args.features, args.indices,
-                      Bags{args.offsets, args.num_bags, args.num_lookups}, args.map, nullptr};
-  launch_lookup_keys(launcher, in,
+  const KeySource source{args.features, args.indices,
+                         Bags{args.offsets, args.num_bags, args.num_lookups}, args.map, nullptr};
+  launch_lookup_keys(launcher, source,
                      {.repaired_offsets = args.repaired_offsets,
                       .copies_valid_offsets = true,
                       .is_fatal = args.is_fatal,

@@ -1,6 +1,6 @@
-// `bounds_check` and `bounds_check_` on the CPU. Branch-free loops, which vectorise, find out
-// whether all indices and offsets are valid, as they usually are. Otherwise violations are counted
-// one by one, and in the mode "fatal" located for the error message.
+// `bounds_check` and `bounds_check_` on the CPU, and is_valid_batch. Branch-free loops, which
+// vectorise, find out whether all indices and offsets are valid, as they usually are. Otherwise
+// violations are counted one by one, and in the mode "fatal" located for the error message.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,23 +17,23 @@
 namespace emb {
 namespace {
 
-// Return how many of the indices [begin, end) are neither -1 nor rows of a table of `rows` rows.
+// Return how many of the indices [begin, end) are neither -1 nor rows of a table of num_rows rows.
 template <class I>
-int64_t count_invalid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  if (indices_are_valid(indices, begin, end, rows)) return 0;
+int64_t count_invalid(const I* indices, int64_t begin, int64_t end, int64_t num_rows) {
+  if (indices_are_valid(indices, begin, end, num_rows)) return 0;
   int64_t num_invalid = 0;
-  for (int64_t i = begin; i < end; ++i) num_invalid += indices[i] < -1 || indices[i] >= rows;
+  for (int64_t i = begin; i < end; ++i) num_invalid += indices[i] < -1 || indices[i] >= num_rows;
   return num_invalid;
 }
 
-int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
+int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t num_rows) {
   return indices.is_int64
-             ? count_invalid(static_cast<const int64_t*>(indices.data), begin, end, rows)
-             : count_invalid(static_cast<const int32_t*>(indices.data), begin, end, rows);
+             ? count_invalid(static_cast<const int64_t*>(indices.data), begin, end, num_rows)
+             : count_invalid(static_cast<const int32_t*>(indices.data), begin, end, num_rows);
 }
 
-// Throw an error that locates the first invalid index; the caller has found that there is one.
-// `offsets`, [bags + 1], must have been repaired.
+// Throw an error that locates the first invalid index; there must be one. `offsets`, [bags + 1],
+// must have been repaired.
 [[noreturn]] void throw_for_first_invalid_index(const Feature* features, IndexArray indices,
                                                 const int32_t* offsets, const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
@@ -51,6 +51,25 @@ int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t ro
 }
 
 }  // namespace
+
+// The contract is in tbe/entries.h.
+bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
+                    const FeatureBags& feature_bags) {
+  if (!offsets_are_valid(bags.offsets, bags.num_bags, bags.num_lookups)) return false;
+  const Feature* feature = feature_array(features);
+  const int64_t num_features = feature_bags.num_features();
+  const int64_t num_parts = std::clamp<int64_t>(bags.num_lookups / kCheckGrain, 1, num_threads());
+  std::vector<char> is_valid(num_parts, 1);
+  parallel_tasks(num_parts, [&](int64_t part) {
+    for (int64_t f = 0; f < num_features; ++f) {
+      const int64_t begin = bags.offsets[feature_bags.first_bags[f]];
+      const int64_t length = bags.offsets[feature_bags.first_bags[f + 1]] - begin;
+      is_valid[part] &= indices_are_valid(indices, begin + length * part / num_parts,
+                                          begin + length * (part + 1) / num_parts, feature[f].rows);
+    }
+  });
+  return std::find(is_valid.begin(), is_valid.end(), 0) == is_valid.end();
+}
 
 // The contract is in tbe/entries.h.
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,

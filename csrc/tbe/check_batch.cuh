@@ -1,20 +1,19 @@
-// Bounds check of a batch before its lookup, with the same results as bounds.cuh. A small batch
-// needs one launch, and no memory that is cleared beforehand. A large batch is checked by
-// bounds.cuh.
+// Bounds check of a batch before its lookup, with the same results as bounds.cuh, which checks
+// large batches. A small batch needs one launch, and no memory that is cleared beforehand.
 //
 // Every block reads all offsets. They need no repair if the first is not negative, no offset
 // exceeds the next, and the last is the number of indices. This check needs no scan, and no block
 // waits for another. If the offsets need no repair, a block copies its share of them and checks its
-// tiles of indices. Otherwise, which is rare, each thread reads the offsets from the first on. It
-// computes the running maximum up to its own offset, and the bag of its own index. This is
-// quadratic work, but still no block waits.
+// tiles of indices. Otherwise, which is rare, each thread reads the offsets from the first on, and
+// computes the running maximum up to its own offset and the bag of its own index. This is quadratic
+// work, but still no block waits.
 #pragma once
 
 #include "tbe/bounds.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kCheckThreads = 1024;
+inline constexpr int kCheckThreads = 1024;  // threads per block
 // Blocks per multiprocessor. Two fill a multiprocessor of 2,048 threads (A100, H100).
 inline constexpr int kCheckBlocksPerSm = 2;
 // The limits of a small batch, see is_small_batch. A block reads this many offsets in a few
@@ -22,7 +21,7 @@ inline constexpr int kCheckBlocksPerSm = 2;
 inline constexpr int64_t kMaxCheckedOffsets = 32 * kCheckThreads;
 inline constexpr int64_t kMaxCheckedLookups = 32 * kCheckThreads;
 
-// Return whether the batch is small enough for check_batch_kernel.
+// Return whether the batch is checked by check_batch_kernel, which needs no args.progress.
 inline bool is_small_batch(const BoundsArgs& args) {
   return args.num_bags < kMaxCheckedOffsets && args.num_lookups <= kMaxCheckedLookups;
 }
@@ -77,19 +76,19 @@ EMB_DEVICE int bag_of_lookup(const BoundsArgs& args, int64_t i) {
 
 // Count the index of lookup i in `counts` if it is lost or invalid. `bag` is the bag of the lookup,
 // -1 if the lookup precedes all bags.
-EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, IndexCounts* counts) {
+EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, BadIndexCounts* counts) {
   const int64_t index = args.indices[i];
   if (bag < 0) {
     counts->num_lost += index != -1;
     return;
   }
-  const int64_t rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
-  counts->num_invalid += !((index >= 0 && index < rows) || index == -1);
+  const int64_t num_rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
+  counts->num_invalid += !((index >= 0 && index < num_rows) || index == -1);
 }
 
-// Add `num_violations`, the number of each lane, to args.violations[kind], unless that array is
-// null. Kind 0 is invalid indices, kind 1 changed offsets and lost indices. All lanes of the warp
-// must call this.
+// Add the `num_violations` of all lanes to args.violations[kind], unless that array is null. Kind 0
+// is invalid indices, kind 1 changed offsets and lost indices. All lanes of the warp must call
+// this.
 EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int num_violations) {
   num_violations = __reduce_add_sync(simt::kFullMask, num_violations);
   if (num_violations == 0 || args.violations == nullptr || threadIdx.x % simt::kWarpLanes != 0)
@@ -106,7 +105,7 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int num_viola
   const bool needs_repair = any_of_block(has_invalid_offset(args));
   if (needs_repair && args.is_fatal) fail_for_offsets();
   int num_changed_offsets = 0;
-  IndexCounts counts;
+  BadIndexCounts counts;
   for (int64_t i = simt::global_thread(); i <= args.num_bags; i += simt::threads_in_grid()) {
     const int64_t offset = args.offsets[i];
     const auto repaired = needs_repair ? repaired_offset(args, i) : static_cast<int32_t>(offset);

@@ -21,17 +21,19 @@
 namespace emb {
 namespace {
 
-// The lookups of each table: a run of neighbouring lookups and its bags.
+// The lookups of each table: a run of neighbouring lookups, and the bags of the run.
 struct TableRuns {
   std::vector<KeyRun> runs;
-  std::vector<int64_t> first_bag;  // [runs + 1]: the bags of run r begin with first_bag[r]
+  // [runs + 1]: run r has the bags [first_bags[r], first_bags[r + 1]).
+  std::vector<int64_t> first_bags;
 };
 
-// Return a run per table. Return none if tables cannot be grouped separately, or if that would be
-// slow: if features do not read tables in the order of their rows, if there is only one table, if a
-// table has 2^32 rows or more, or if a run has more than kSmallInput lookups or, with several
-// threads, more than twice the mean number of lookups per thread. `offsets`, [bags + 1], must have
-// been repaired.
+// Return a run per table, or none if tables cannot be grouped separately, or if that would be slow:
+//   - features do not read tables in the order of their rows, or there is only one table,
+//   - a table has 2^32 rows or more,
+//   - a run has more than kSmallInput lookups or, with several threads, more than twice the mean
+//     number of lookups per thread.
+// `offsets`, [bags + 1], must have been repaired.
 TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
                     std::span<const int32_t> offsets) {
   TableRuns tables;
@@ -48,14 +50,14 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
         return {};
       }
       tables.runs.push_back({offsets[bag], key_base, num_rows});
-      tables.first_bag.push_back(bag);
+      tables.first_bags.push_back(bag);
     }
     max_lookups =
         std::max(max_lookups, offsets[feature_bags.first_bags[f + 1]] - tables.runs.back().begin);
   }
   const bool is_balanced = num_threads() == 1 || max_lookups * num_threads() <= 2 * offsets.back();
   if (tables.runs.size() < 2 || max_lookups > kSmallInput || !is_balanced) return {};
-  tables.first_bag.push_back(feature_bags.num_bags());
+  tables.first_bags.push_back(feature_bags.num_bags());
   return tables;
 }
 
@@ -63,7 +65,7 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
 // rows of their table. `offsets` must have been repaired. A number that is out of range sets the
 // sign bit of `sign_bits`, which is unsigned because the difference may overflow.
 template <class I>
-bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
+bool needs_no_repair(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
   uint64_t sign_bits = 0 - static_cast<uint64_t>(offsets[0]);  // lookups before the first bag
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
@@ -77,19 +79,19 @@ bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, c
   return static_cast<int64_t>(sign_bits) >= 0;
 }
 
-// Group the lookups of each table separately and return true, if find_runs and skips_no_lookup
+// Group the lookups of each table separately and return true, if find_runs and needs_no_repair
 // allow it. Otherwise return false and write neither `out` nor `sorted_bags`, [L].
 template <class I>
 bool group_by_table(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                     std::span<const int32_t> offsets, const GroupOutput& out,
                     int32_t* sorted_bags) {
   const TableRuns tables = find_runs(features, feature_bags, offsets);
-  if (tables.runs.empty() || !skips_no_lookup(features, feature_bags, indices, offsets))
+  if (tables.runs.empty() || !needs_no_repair(features, feature_bags, indices, offsets))
     return false;
   const int64_t n = offsets.back();
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const auto put_keys = [&](int64_t run, const auto& put) {
-    for (int64_t bag = tables.first_bag[run]; bag < tables.first_bag[run + 1]; ++bag) {
+    for (int64_t bag = tables.first_bags[run]; bag < tables.first_bags[run + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
         put(i, static_cast<uint64_t>(indices[i]));
         bag_of[i] = static_cast<int32_t>(bag);
@@ -112,7 +114,7 @@ void group_all_tables(const Feature* features, const FeatureBags& feature_bags, 
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const int64_t num_parts = num_group_parts(n);
-  // The first bag and the first lookup of each part.
+  // The first bag and the first lookup of each part, and the ends of the last part.
   std::vector<int64_t> part_bags(num_parts + 1), part_begins(num_parts + 1);
   const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };  // of all bags before it
   for (int64_t part = 0; part <= num_parts; ++part) {

@@ -13,13 +13,13 @@
 
 namespace emb::cuda {
 
-template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const BatchCheck&,
+template void launch_lookup_keys(const CudaLauncher&, const KeySource&, const BatchCheck&,
                                  const SortBuffers<uint32_t>&);
 
 namespace {
 
-// Return the plan for grouping a batch in one launch; its items_per_thread is 0 if the batch is too
-// large.
+// Return the plan for grouping a batch in one launch; items_per_thread is 0 if the batch is too
+// large for that.
 SmallGroupPlan plan_small_batch(const CudaLauncher& launcher, const GroupInput& batch) {
   if (batch.bags.num_lookups > kMaxSmallGroup || batch.bags.num_bags > kMaxSmallBags ||
       needs_wide_keys(batch.total_rows)) {
@@ -28,9 +28,9 @@ SmallGroupPlan plan_small_batch(const CudaLauncher& launcher, const GroupInput& 
   return plan_small_group(batch.bags.num_lookups, max_small_cluster_blocks<SmallLookups>(launcher));
 }
 
-// Return the source of the keys. The bag of each lookup is written to `bag_of`, [L], unless that is
-// null.
-LookupKeys key_source(const GroupInput& batch, int32_t* bag_of) {
+// Return the source of the keys. Kernels write the bag of each lookup to `bag_of`, [L], unless it
+// is null.
+KeySource key_source(const GroupInput& batch, int32_t* bag_of) {
   return {batch.features, batch.indices, batch.bags, batch.map, bag_of};
 }
 
@@ -49,8 +49,8 @@ DeviceGroupOutput kernel_output_of(const DeviceGrouping& out, const int32_t* bag
   return kernel_output;
 }
 
-// Group a batch of any size with CUB's sort. `Key` must be uint64_t if needs_wide_keys(total_rows),
-// else uint32_t.
+// Group a batch of any size with CUB's sort: make the keys, sort, write the groups. `Key` must be
+// uint64_t if needs_wide_keys(total_rows), else uint32_t.
 template <class Key>
 void group_by_sort(const CudaLauncher& launcher, const Tensor& like, const GroupInput& batch,
                    const DeviceGrouping& out, const StepCount& step) {

@@ -10,6 +10,10 @@
 // There are four variants: short_bags_kernel (several bags per group), long_bags_kernel (several
 // groups per bag), sequence_kernel (no pooling) and mixed_lookup_kernel (a cache of another dtype).
 // launch_lookup selects the kernel.
+//
+// In this file *group* means a group of lanes (LaneGroup). W is the dtype of the rows, N the number
+// of columns that a lane holds, and kVector says that rows are read in aligned vectors of N
+// columns.
 #pragma once
 
 #include "core/bag_task.cuh"
@@ -21,8 +25,8 @@
 namespace emb::cuda {
 
 inline constexpr int kLookupThreads = 256;  // threads per block, except for short bags
-// Blocks per multiprocessor. They bound the registers of a thread: 4 blocks leave 64, which the
-// rows in flight need; 3 leave 80.
+// Minimum numbers of blocks per multiprocessor, which bound the registers of a thread: 4 blocks
+// leave 64, which the rows in flight need; 3 leave 80.
 inline constexpr int kLookupBlocksPerSm = 4, kLongBagBlocksPerSm = 3;
 // The maximum number of blocks of a grid, as a multiple of the blocks that run at once. Bags differ
 // in length, so new blocks replace those that end early.
@@ -33,11 +37,11 @@ inline constexpr int kLookupWaves = 8;
 // shapes and dtypes; nothing has checked the contents of device tensors, so kernels repair indices,
 // offsets and slots as they read them. `features` and `map` are trusted.
 struct DeviceLookupArgs {
-  // The lowest address of the tiers, and the distance of each tier from it in elements of
-  // weight_type: element e of tier t is element distance[t] + e of `weights`. distance[t] is 0 for
-  // an unused tier. A cache of another dtype has no part in this; its distance is not used.
+  // The lowest address of the tiers, and the offset of each tier from it in elements of
+  // weight_type: element e of tier t is element tier_offset[t] + e of `weights`. The offset is 0
+  // for an unused tier. That of a cache of another dtype is not used.
   const void* weights;
-  int64_t distance[kTiers];
+  int64_t tier_offset[kTiers];
   Dtype weight_type;
   void* output;  // [B, output_dim], [output_dim] in a variable batch, or [L, output_dim] for NONE
   Dtype output_type;
@@ -51,13 +55,13 @@ struct DeviceLookupArgs {
   const float* sample_weights;  // [L]; null if all are 1
   const int32_t* slots;         // [L] cache slot of each row, -1 for none; null if no row is cached
   const void* cache;            // of cache_type; null if there is no cache
-  int64_t cache_elements;       // elements of the cache, 0 if there is none
+  int64_t num_cache_elements;   // 0 if there is no cache
   Dtype cache_type;
 };
 
-// Set `weights`, `distance`, `cache` and `cache_elements` of `args`, whose dtypes must be set
-// before. Tier t has elements[t] elements at the address data[t]. Only a cache of the tables' dtype
-// has a distance; mixed_lookup_kernel reads the rows of a cache of another dtype.
+// Set `weights`, `tier_offset`, `cache` and `num_cache_elements` of `args`, whose dtypes must be
+// set before. Tier t has elements[t] elements at the address data[t], which the device can read.
+// mixed_lookup_kernel reads the rows of a cache of another dtype.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       DeviceLookupArgs* args) {
   const int64_t size = element_bytes(args->weight_type);
@@ -71,16 +75,16 @@ inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&element
   args->weights = reinterpret_cast<const void*>(lowest_address);
   for (int tier = 0; tier < kTiers; ++tier) {
     const uintptr_t bytes = reinterpret_cast<uintptr_t>(data[tier]) - lowest_address;
-    args->distance[tier] = elements[tier] > 0 ? static_cast<int64_t>(bytes) / size : 0;
+    args->tier_offset[tier] = elements[tier] > 0 ? static_cast<int64_t>(bytes) / size : 0;
   }
   args->cache = data[kCacheTier];
-  args->cache_elements = elements[kCacheTier];
+  args->num_cache_elements = elements[kCacheTier];
 }
 
 // Return `slot`, or -1 if it is not a slot of the cache. For a feature without a cache
-// (cache_stride 0) the result is meaningless, and locate_row ignores it.
+// (cache_stride 0) the result is meaningless; locate_row ignores it.
 EMB_DEVICE int64_t valid_slot(const DeviceLookupArgs& args, const Feature& feature, int64_t slot) {
-  return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
+  return slot >= 0 && (slot + 1) * feature.cache_stride <= args.num_cache_elements ? slot : -1;
 }
 
 // The index and the cache slot of a lookup, which are read before its row. The default is a lookup
@@ -95,23 +99,23 @@ struct IndexAndSlot {
   }
 };
 
-// Return the first element of the row of a lookup, counted from args.weights; -1 for a lookup to
-// skip. A cache must have the tables' dtype.
+// Return the offset of the row of a lookup from args.weights, in elements; -1 for a lookup to skip.
+// A cache must have the tables' dtype.
 EMB_DEVICE int64_t row_offset(const DeviceLookupArgs& args, const Feature& feature,
                               const IndexAndSlot& lookup) {
   const int64_t row = repair_index(lookup.index, feature.rows);
   if (row < 0 || row >= feature.rows) return -1;
   const RowLocation location = locate_row(feature, row, valid_slot(args, feature, lookup.slot));
-  return args.distance[location.tier] + location.element;
+  return args.tier_offset[location.tier] + location.element;
 }
 
-// Return whether all rows of a feature begin at multiples of 16 bytes and consist of whole 16-byte
-// vectors.
+// Return whether all rows of a feature, in its table and in the cache, begin at multiples of 16
+// bytes and consist of whole 16-byte vectors.
 template <class W>
 EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& feature) {
   constexpr int N = 16 / sizeof(W);
   const W* base = static_cast<const W*>(args.weights);
-  const W* table = base + args.distance[feature.tier] + feature.weight_offset;
+  const W* table = base + args.tier_offset[feature.tier] + feature.weight_offset;
   bool has_vectors = feature.dim % N == 0 && is_aligned(table, 16);
   if (args.slots != nullptr && feature.cache_stride > 0) {
     has_vectors = has_vectors && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
@@ -119,10 +123,10 @@ EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& f
   return has_vectors;
 }
 
-// Add columns [column, column + N) of the rows of a bag, times their sample weights, to `sum`.
-// `max_length`, the same in all lanes, is at least the length of every bag in the warp. With
-// kVector has_whole_vectors must be true for the features of all lanes. All lanes of a warp must
-// call this.
+// Add columns [column, column + N) of the rows of a bag, times their sample weights, to `sum`. The
+// lanes of a group pass one bag. `max_length`, the same in all lanes, is at least the length of
+// every bag in the warp. With kVector has_whole_vectors must be true for the features of all lanes.
+// All lanes of a warp must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int max_length, float (&sum)[N]) {
@@ -158,8 +162,8 @@ EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uin
 }
 
 // Pooled lookup of bags of any length, grid-stride over bags; `lanes` is the number of lanes per
-// bag. The grid's second dimension divides the columns of rows that are wider than a group reads at
-// once.
+// bag. Here and in the kernels below, the grid's second dimension divides the columns of rows that
+// are wider than a group reads at once.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     pool_kernel(DeviceLookupArgs args, int lanes) {
@@ -188,8 +192,9 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
   }
 }
 
-// Copy columns [column, column + N) of the rows of the warp's 32 lookups from `first` on, four per
-// group at a time. Each lane passes the row_offset of its lookup, -1 for zeros.
+// Copy columns [column, column + N) of the rows of the warp's 32 lookups, which begin with lookup
+// `first`, to the output, four per group at a time. Each lane passes the row_offset of its lookup,
+// -1 for zeros. All lanes of a warp must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
@@ -251,13 +256,14 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
 
 // Pooled lookup of short bags (one lookup or a few each, as in click logs). The rows of one bag
 // cannot saturate the memory system, so a group of lanes sums four bags at once and has a row of
-// each in flight. Each of the first lanes of the warp locates the rows of one bag, and passes their
-// addresses by shuffles to the group that sums the bag. A bag's rows are still added in order.
+// each in flight. A warp sums as many bags as fit its groups. Each of its first lanes locates the
+// rows of one of these bags, and passes their addresses by shuffles to the group that sums the bag.
+// A bag's rows are still added in order.
 
 inline constexpr int kBagsInFlight = 4;  // bags that a group of lanes sums at once
 inline constexpr int kShortBagThreads = 128;
-// Blocks per multiprocessor: 7 leave 72 registers per thread for float, where a lane sums 4 x 4
-// columns; 5 leave 96 for 16 bits, where it sums 4 x 8.
+// Minimum number of blocks per multiprocessor: 7 leave 72 registers per thread for float, where a
+// lane sums 4 x 4 columns; 5 leave 96 for 16 bits, where it sums 4 x 8.
 template <class W>
 inline constexpr int kShortBagBlocksPerSm = sizeof(W) == 4 ? 7 : 5;
 
@@ -278,7 +284,8 @@ struct StepRow {
 
 // Add this lane's columns, from `column` on, of the four bags of its group to `sum`. Bag s of group
 // g is located by lane s * groups_in_warp() + g of the warp. `task` is the bag that this lane
-// locates, `max_length` the maximum length in the warp. All lanes of a warp must call this.
+// locates, `max_length` the maximum length of a bag in the warp. With kVector has_whole_vectors
+// must be true for the features of all lanes. All lanes of a warp must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task,
                                const LaneGroup& lane, int column, int max_length,
@@ -289,13 +296,13 @@ EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task
   };
   IndexAndSlot lookup = lookup_at(0);
   for (int step = 0; step < max_length; ++step) {
-    const StepRow located(args, task, lookup, step);
+    const StepRow located_row(args, task, lookup, step);
     lookup = lookup_at(step + 1);
     RowSlice<W, N> slice[kBagsInFlight];
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
       const int locating_lane = s * lane.groups_in_warp() + lane.group;
-      const int64_t row = __shfl_sync(simt::kFullMask, located.offset, locating_lane);
+      const int64_t row = __shfl_sync(simt::kFullMask, located_row.offset, locating_lane);
       const int columns_left = __shfl_sync(simt::kFullMask, task.dim, locating_lane) - column;
       if (row >= 0 && columns_left > 0)
         slice[s].template load<kVector>(weights + row, columns_left);
@@ -303,7 +310,7 @@ EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
       const int locating_lane = s * lane.groups_in_warp() + lane.group;
-      const float weight = __shfl_sync(simt::kFullMask, located.weight, locating_lane);
+      const float weight = __shfl_sync(simt::kFullMask, located_row.weight, locating_lane);
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[s][e] += weight * slice[s][e];
     }
@@ -311,7 +318,8 @@ EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task
 }
 
 // Write this lane's columns of the outputs of the four bags of its group: `sum`, for MEAN times
-// 1 / length. `bag` is the number of the bag that this lane locates, and `task` the bag.
+// 1 / length. `bag` is the number of the bag that this lane locates, and `task` the bag. All lanes
+// of a warp must call this.
 template <int N>
 EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& task,
                                  const LaneGroup& lane, uint32_t bag, int column,
@@ -374,8 +382,8 @@ inline bool has_short_bags(const DeviceLookupArgs& args) {
 // a block pools a bag. Each group of the block sums a stretch of the lookups. Then the sums of the
 // stretches are added in order.
 
-// Return stretch number `stretch` of a bag, one group's work. Stretches have `stretch_length`
-// lookups each; the last ones may have fewer or none.
+// Return stretch number `stretch` of a bag. Stretches have `stretch_length` lookups each; the last
+// ones may have fewer or none.
 EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int stretch_length) {
   BagTask result = bag;
   const int remaining = bag.length - stretch * stretch_length;
@@ -427,10 +435,10 @@ __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocksPerSm)
 // GPU with a group of lanes each. The choice does not depend on the device, so that a result has
 // the same bits on every GPU. The bounds are not measured.
 inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
-  constexpr int64_t kMinLongBag = 64;        // lookups
-  constexpr int64_t kEnoughLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
+  constexpr int64_t kMinLongBag = 64;           // lookups
+  constexpr int64_t kOccupyingLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
   return args.bags.num_lookups >= kMinLongBag * args.bags.num_bags &&
-         args.bags.num_bags * lanes < kEnoughLanes;
+         args.bags.num_bags * lanes < kOccupyingLanes;
 }
 
 // Lookups with a cache of another dtype than the tables, for every pair of dtypes, with or without
@@ -484,7 +492,7 @@ EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& fe
     const int64_t bytes = location.element * element_bytes(args.cache_type);
     return (reinterpret_cast<int64_t>(args.cache) + bytes) | 1;
   }
-  const int64_t element = args.distance[location.tier] + location.element;
+  const int64_t element = args.tier_offset[location.tier] + location.element;
   return reinterpret_cast<int64_t>(args.weights) + element * element_bytes(args.weight_type);
 }
 
@@ -498,10 +506,10 @@ EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t
 }
 
 // For the first `num_steps` lanes k of a group in turn, call `use(k, slice)`. The slice has columns
-// [column, column + 4) of the row whose `address` lane k passed, or zeros for address 0.
+// [column, column + 4) of the row whose `address`, a result of mixed_address, lane k passes, or
+// zeros for address 0. `columns_left` is the number of columns from `column` to the end of the row.
 // `num_steps` is rounded up to a multiple of kRowsInFlight. All lanes of the warp must call this
-// with equal `num_steps`. `columns_left` is the number of columns from `column` to the end of the
-// row.
+// with equal `num_steps`; `use` may contain collectives.
 template <bool kVector, class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int column,
                                 int columns_left, int lanes, int num_steps, const Use& use) {
@@ -521,8 +529,8 @@ EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, i
   }
 }
 
-// Do the same, and read in vectors if all rows of the warp allow it. `dim` is the number of columns
-// of the rows of a group.
+// Do the same, and read in vectors if all rows of the warp allow it. The rows of a group have `dim`
+// columns.
 template <class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int dim, int column,
                                 int lanes, int num_steps, const Use& use) {
@@ -533,11 +541,11 @@ EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, i
   }
 }
 
-// Add columns [column, column + 4) of the rows of a bag, times their sample weights, to `sum`.
+// Add columns [column, column + 4) of the rows of an item, times their sample weights, to `sum`.
 // `max_length` is the maximum length in the warp, all lanes of which must call this.
-EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
-                              const LaneGroup& lane, int column, int max_length,
-                              float (&sum)[kMixedColumns]) {
+EMB_DEVICE void add_mixed_rows(const DeviceLookupArgs& args, const BagTask& task,
+                               const LaneGroup& lane, int column, int max_length,
+                               float (&sum)[kMixedColumns]) {
   for (int tile = 0; tile < max_length; tile += lane.lanes) {
     int64_t address = 0;
     float weight = 0.0f;
@@ -557,7 +565,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
 }
 
 // Lookup with a cache of another dtype, grid-stride over items: bags, or lookups without pooling.
-// `lanes` is the number of lanes per item.
+// `lanes` is the number of lanes per item. One-dimensional grid.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
     mixed_lookup_kernel(DeviceLookupArgs args, int64_t num_items, int lanes) {
   constexpr int N = kMixedColumns;
@@ -573,7 +581,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
     for (int base = 0; base < max_dim; base += lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
-      add_mixed_bag(args, task, lane, column, max_length, sum);
+      add_mixed_rows(args, task, lane, column, max_length, sum);
       if (column >= task.dim) continue;
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= scale;
@@ -583,7 +591,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
   }
 }
 
-// Launch a lookup with a cache of another dtype than the tables.
+// Launch mixed_lookup_kernel.
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t num_items =
@@ -595,12 +603,12 @@ void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args)
            kLookupThreads, args, num_items, lanes);
 }
 
-// Select the kernel of a lookup over rows of dtype W, the lanes per row and the blocks of the grid,
-// and launch it. The width of each feature is known on the device only, so the number of lanes
-// depends on the mean width. The sums do not depend on this number, except in long bags, where it
-// determines the stretches.
+// Select the kernel of a lookup over rows that all have dtype W, the lanes per row and the blocks
+// of the grid, and launch it. The width of each feature is known on the device only, so the number
+// of lanes depends on the mean width. The sums do not depend on this number, except in long bags,
+// where it determines the stretches.
 template <class W, class Launcher>
-void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
+void launch_uniform_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_output_columns(args);
   const int lanes = lanes_per_row(mean_dim, N), groups_per_warp = kWarpLanes / lanes;
@@ -633,11 +641,11 @@ void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (has_mixed_rows(args)) {
     launch_mixed_lookup(launcher, args);
   } else if (args.weight_type == Dtype::kFloat) {
-    launch_lookup_kernel<float>(launcher, args);
+    launch_uniform_lookup<float>(launcher, args);
   } else if (args.weight_type == Dtype::kHalf) {
-    launch_lookup_kernel<half16>(launcher, args);
+    launch_uniform_lookup<half16>(launcher, args);
   } else {
-    launch_lookup_kernel<bfloat16>(launcher, args);
+    launch_uniform_lookup<bfloat16>(launcher, args);
   }
 }
 

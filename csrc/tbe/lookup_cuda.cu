@@ -21,14 +21,15 @@
 namespace emb::cuda {
 
 // The kernel that `launch_bounds_check` launches is compiled in group_cuda.cu only.
-extern template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const BatchCheck&,
+extern template void launch_lookup_keys(const CudaLauncher&, const KeySource&, const BatchCheck&,
                                         const SortBuffers<uint32_t>&);
 
 namespace {
 
 // The checked arguments of a lookup. `args` points into the tensors of this object, and into
-// `features`, `slots`, `bag_layout` and the weights, which the op's caller keeps alive. The sample
-// weights, the output and its dtype are set afterwards, by set_sample_weights and new_output.
+// `features`, `slots`, `bag_layout` and the weights, which the op's caller keeps alive. For a
+// lookup, call set_sample_weights and new_output too, which set the sample weights, the output and
+// its dtype.
 struct LookupCall {
   Tensor indices, offsets;
   std::optional<Tensor> sample_weights;
@@ -36,7 +37,7 @@ struct LookupCall {
 
   LookupCall(const char* op, const std::vector<Tensor>& weights, const Tensor& features,
              const Tensor& indices_in, const Tensor& offsets_in, const std::optional<Tensor>& slots,
-             const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t columns)
+             const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t output_dim)
       : indices(as_contiguous(indices_in)), offsets(as_contiguous(offsets_in)) {
     args.pooling = parse_pooling(op, pooling);
     check_features(op, features);
@@ -45,15 +46,16 @@ struct LookupCall {
     check_slots(op, slots, indices);
     set_weights(op, weights);
     const int64_t num_features = features.size(0);
-    args.map = bag_map(op, num_features, offsets, bag_layout, columns);
-    STD_TORCH_CHECK(bag_layout || args.pooling == Pooling::kNone || columns >= num_features, op,
-                    ": ", num_features, " features need as many columns at least, got ", columns);
+    args.map = bag_map(op, num_features, offsets, bag_layout, output_dim);
+    STD_TORCH_CHECK(bag_layout || args.pooling == Pooling::kNone || output_dim >= num_features, op,
+                    ": ", num_features, " features need as many columns at least, got ",
+                    output_dim);
     args.features = feature_array(features);
     args.num_features = static_cast<int>(num_features);
-    args.output_dim = columns;
+    args.output_dim = output_dim;
     args.indices = index_array(indices);
     args.bags = Bags{index_array(offsets), offsets.numel() - 1, indices.numel()};
-    if (slots && args.cache_elements > 0) args.slots = slots->const_data_ptr<int32_t>();
+    if (slots && args.num_cache_elements > 0) args.slots = slots->const_data_ptr<int32_t>();
   }
 
   int64_t batch_size() const {
@@ -85,9 +87,9 @@ void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weig
   lookup->args.sample_weights = lookup->sample_weights->const_data_ptr<float>();
 }
 
-// Allocate the output of a lookup, of `dtype`, and set it in the lookup. Its shape is [B, columns],
-// [columns] for a variable batch, or [L, columns] without pooling. The elements are not
-// initialised.
+// Allocate the output of a lookup, of `dtype`, and set it in the lookup. Its shape is [B,
+// output_dim], [output_dim] for a variable batch, or [L, output_dim] without pooling. The elements
+// are not initialised.
 Tensor new_output(const char* op, ScalarType dtype, bool is_variable, LookupCall* lookup) {
   DeviceLookupArgs& args = lookup->args;
   const bool is_unpooled = args.pooling == Pooling::kNone;
@@ -115,10 +117,10 @@ void look_up(const CudaLauncher& launcher, const DeviceLookupArgs& args, Tensor*
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                  int64_t pooling, int64_t columns, ScalarType output_dtype) {
+                  int64_t pooling, int64_t output_dim, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
-  float_dtype(op, "output_dtype", output_dtype);
-  LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
+  LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling,
+                    output_dim);
   set_sample_weights(op, sample_weights, &lookup);
   Tensor out = new_output(op, output_dtype, bag_layout.has_value(), &lookup);
   look_up(CudaLauncher(indices), lookup.args, &out);
@@ -128,9 +130,9 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 namespace {
 
 // Launch the check of a batch and return its repaired offsets, int32 [bags + 1]. The caller sets
-// the members of `args` that describe the batch; the others are set here. `like` is a tensor on the
-// device. In the mode "warning" violations are added to `violations`, int64 [2]; in the mode
-// "fatal" the kernel traps at them.
+// the members of `args` that describe the batch (up to `map`); the others are set here. `like` is a
+// tensor on the device. In the mode "warning" violations are added to `violations`, int64 [2]; in
+// the mode "fatal" the kernel traps at them.
 Tensor check_batch(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
                    BoundsMode mode, Tensor* violations) {
   Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
@@ -180,14 +182,14 @@ namespace {
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
-                                        int64_t columns, ScalarType output_dtype,
+                                        int64_t output_dim, ScalarType output_dtype,
                                         std::optional<int64_t> check_mode, Tensor violations,
                                         std::optional<Tensor> slots) {
   const char* op = "tbe_lookup_checked_";
   const std::optional<BoundsMode> mode = check_bounds_arguments(op, check_mode, violations);
-  float_dtype(op, "output_dtype", output_dtype);
   check_same_device(op, "violations", violations, indices);
-  LookupCall lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling, columns);
+  LookupCall lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling,
+                    output_dim);
   set_sample_weights(op, sample_weights, &lookup);
   Tensor out = new_output(op, output_dtype, false, &lookup);
   const CudaLauncher launcher(indices);
@@ -210,8 +212,9 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
                               int64_t pooling) {
   const char* op = "tbe_sample_weight_grad";
-  const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
-  LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
+  const int64_t output_dim = check_pooled_grad(op, grad, bag_layout.has_value());
+  LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling,
+                    output_dim);
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
   STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch_size(), op,
                   ": grad must have B = ", lookup.batch_size(), " rows, got ", grad.size(0));

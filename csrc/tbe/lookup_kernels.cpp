@@ -1,6 +1,7 @@
-// Forward of table-batched embeddings on one CPU thread: the functions of LookupTable (tbe/args.h).
-// Most of its time is cache misses on random rows, so it must keep enough of them in flight. Rows
-// are prefetched some lookups ahead, also across bags; how many depends on the size of a row.
+// Forward of table-batched embeddings on one CPU thread: the functions of LookupKernels
+// (tbe/args.h). Most of its time is cache misses on random rows, so it must keep enough of them in
+// flight. Rows are prefetched some lookups ahead, also across bags; how many depends on the size of
+// a row.
 //
 // There are two paths, whose results have the same bits. `pool_valid` is for the usual case: the
 // offsets of the range of bags ascend, all its indices are rows of the table, and there is no
@@ -16,7 +17,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Bytes of rows in flight. More did not help (measured, reports/LOG.md). The limit is in bytes, not
+// Bytes of rows in flight; more did not help (measured, reports/LOG.md). The limit is in bytes, not
 // rows, because a row of 512 bytes is 8 requests.
 constexpr int64_t kPrefetchBytes = 4096;
 
@@ -34,7 +35,7 @@ template <class Reader>
 struct WeightedRows {
   using Element = typename Reader::Element;
   Reader reader;
-  const float* sample_weights;  // [L] or null
+  const float* sample_weights;  // [L], or null for weights of 1
   int64_t prefetch_end;         // lookups from here on are not prefetched
   int64_t lookups_ahead;        // between the prefetch of a row and its use
 
@@ -67,36 +68,36 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
   pool_bags(args.bags, rows, first_bag, last_bag, static_cast<O*>(args.out));
 }
 
-// The path for valid indices.
+// The path for valid offsets and indices.
 
 // The rows of lookups whose indices are all valid. A row has kVectors vector registers, or any
 // length if kVectors is 0.
 template <int kVectors, class W, class I>
 struct ValidRows {
   const W* table;
-  const I* indices;     // [L]
-  int64_t runtime_dim;  // columns of a row, used if kVectors is 0
-  int64_t end;          // end of the range of lookups
-  int64_t distance;     // lookups between the prefetch of a row and its use
+  const I* indices;       // [L]
+  int64_t runtime_dim;    // columns of a row, used if kVectors is 0
+  int64_t end;            // end of the range of lookups
+  int64_t lookups_ahead;  // between the prefetch of a row and its use
 
   ValidRows(const LookupArgs& args, const I* range_indices, int64_t end_lookup)
       : table(static_cast<const W*>(args.rows.table)),
         indices(range_indices),
         runtime_dim(args.rows.dim),
         end(end_lookup),
-        distance(prefetch_distance(row_bytes())) {}
+        lookups_ahead(prefetch_distance(row_bytes())) {}
 
   EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : runtime_dim; }
   EMB_HD int64_t row_bytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
   EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(indices[i]) * dim(); }
-  // Prefetch the row of the lookup `distance` lookups after lookup i. Near the end, where there is
+  // Prefetch the row of the lookup `lookups_ahead` after lookup i. Near the end, where there is
   // none, prefetch the last row again.
   EMB_HD void prefetch_after(int64_t i) const {
-    prefetch_row<false>(at(i + distance < end ? i + distance : end - 1), row_bytes());
+    prefetch_row<false>(at(i + lookups_ahead < end ? i + lookups_ahead : end - 1), row_bytes());
   }
-  // Prefetch the rows of the first `distance` lookups from `first` on.
+  // Prefetch the rows of the first `lookups_ahead` lookups from `first` on.
   EMB_HD void prefetch_first(int64_t first) const {
-    const int64_t prefetch_end = first + distance < end ? first + distance : end;
+    const int64_t prefetch_end = first + lookups_ahead < end ? first + lookups_ahead : end;
     for (int64_t i = first; i < prefetch_end; ++i) prefetch_row<false>(at(i), row_bytes());
   }
 };
@@ -118,8 +119,9 @@ EMB_HD void store_output(float* out, Vec values) {
   store(out, values);
 }
 
-// Make stores that bypass the caches visible to other threads before any later store.
-EMB_HD void end_stream() {
+// Make stores that bypass the caches visible to other threads before any later store. Each thread
+// must call it after such stores.
+EMB_HD void fence_streaming_stores() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
@@ -146,23 +148,23 @@ EMB_HD void write_one_row(const W* row, int64_t dim, float weight, O* out) {
 
 // Write columns [column, column + kVectors * kLanes) of the output of a bag: `scale` times the sum
 // of the rows of lookups [begin, end), each times its sample weight in `weights` ([L]; null: 1).
-// With kFirst, for the first block of a bag, also prefetch the rows of later lookups.
-template <int kVectors, bool kFirst, bool kStream, class Source, class O>
-EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, int64_t begin,
+// With kPrefetches, for the first block of a bag, also prefetch the rows of later lookups.
+template <int kVectors, bool kPrefetches, bool kStream, class Rows, class O>
+EMB_HD void sum_block(const Rows& rows, const float* weights, int64_t column, int64_t begin,
                       int64_t end, float scale, O* out) {
   Vec sums[kVectors] = {};
   if (weights == nullptr) {
     for (int64_t i = begin; i < end; ++i) {
-      if constexpr (kFirst) rows.prefetch_after(i);
-      const auto* source = rows.at(i) + column;
-      for (int v = 0; v < kVectors; ++v) sums[v] += load(source + v * kLanes);
+      if constexpr (kPrefetches) rows.prefetch_after(i);
+      const auto* block = rows.at(i) + column;
+      for (int v = 0; v < kVectors; ++v) sums[v] += load(block + v * kLanes);
     }
   } else {
     for (int64_t i = begin; i < end; ++i) {
-      if constexpr (kFirst) rows.prefetch_after(i);
-      const auto* source = rows.at(i) + column;
+      if constexpr (kPrefetches) rows.prefetch_after(i);
+      const auto* block = rows.at(i) + column;
       const Vec weight = broadcast(weights[i]);
-      for (int v = 0; v < kVectors; ++v) sums[v] += weight * load(source + v * kLanes);
+      for (int v = 0; v < kVectors; ++v) sums[v] += weight * load(block + v * kLanes);
     }
   }
   const Vec factor = broadcast(scale);
@@ -172,9 +174,9 @@ EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, 
 
 // Write the output of a bag as sum_block does, for rows of any length. Rows are prefetched whole:
 // by the first block, or by a separate loop if a row has less than two registers.
-template <class Source, class O>
-EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int64_t end,
-                    float scale, O* out) {
+template <class Rows, class O>
+EMB_HD void sum_bag(const Rows& rows, const float* weights, int64_t begin, int64_t end, float scale,
+                    O* out) {
   const int64_t dim = rows.dim();
   int64_t column = 0;
   if (dim >= 8 * kLanes) {
@@ -206,9 +208,9 @@ EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int
   store_first(out + column, total * broadcast(scale), remaining);
 }
 
-// Return whether every bag of [first_bag, last_bag) has exactly one lookup. The loop collects
-// differing bits, because a loop with a bool result would not vectorise. It reads
-// offsets[last_bag].
+// Return whether every bag of [first_bag, last_bag) has exactly one lookup, if offsets[last_bag] is
+// the end of the last bag. The loop collects differing bits, because a loop with a bool result
+// would not vectorise.
 template <class Offset>
 bool all_have_one_lookup(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   const auto first = static_cast<uint64_t>(offsets[first_bag]);
@@ -306,7 +308,8 @@ void pool_valid_of_dim(const LookupArgs& args, const I* indices, int64_t first_b
 #endif
 }
 
-// Return whether indices [begin, end) are all rows of a table of num_rows rows; -1 is not.
+// Return whether indices [begin, end) are all rows of a table of num_rows rows. Unlike for
+// indices_are_valid of tbe/check.h, -1 is not.
 template <class I>
 bool are_valid_rows(const I* indices, int64_t begin, int64_t end, int64_t num_rows) {
   // The loop collects signs of 64-bit differences, because with a bool result it would not
@@ -350,7 +353,7 @@ void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   if constexpr (std::is_same_v<O, float>) {
     if (args.bypasses_caches) {
       pool_valid_of_dim<true, O, W>(args, indices, first_bag, last_bag);
-      return end_stream();
+      return fence_streaming_stores();
     }
   }
   pool_valid_of_dim<false, O, W>(args, indices, first_bag, last_bag);
@@ -369,23 +372,23 @@ void mixed_lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   pool<O>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);
 }
 
-constexpr LookupTable make_table() {
-  LookupTable table = {};
+constexpr LookupKernels make_kernels() {
+  LookupKernels kernels = {};
   for_each_dtype([&]<class O>(TypeTag<O>, int output) {
-    table.mixed[output] = mixed_lookup<O>;
+    kernels.mixed[output] = mixed_lookup<O>;
     for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
-      table.kernels[0][weights][output][0] = lookup<W, O, int32_t>;
-      table.kernels[0][weights][output][1] = lookup<W, O, int64_t>;
-      table.kernels[1][weights][output][0] = cached_lookup<W, O, int32_t>;
-      table.kernels[1][weights][output][1] = cached_lookup<W, O, int64_t>;
+      kernels.uniform[0][weights][output][0] = lookup<W, O, int32_t>;
+      kernels.uniform[0][weights][output][1] = lookup<W, O, int64_t>;
+      kernels.uniform[1][weights][output][0] = cached_lookup<W, O, int32_t>;
+      kernels.uniform[1][weights][output][1] = cached_lookup<W, O, int64_t>;
     });
   });
-  return table;
+  return kernels;
 }
 
 }  // namespace
 
-extern const LookupTable kLookupTable;
-const LookupTable kLookupTable = make_table();
+extern const LookupKernels kLookupKernels;
+const LookupKernels kLookupKernels = make_kernels();
 
 }  // namespace emb::EMB_ISA

@@ -1,7 +1,8 @@
-// Validation and repair of the offsets of a batch on the GPU. Repaired offsets are a running
-// maximum of the offsets, clamped to [0, L], where L is the number of lookups; the last one is L.
-// Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
-// padding. Any other index there is *lost*, which counts as a violation of the offsets.
+// Validation and repair of the offsets of a batch on the GPU, with the results of tbe/check.h.
+// Repaired offsets are a running maximum of the offsets, clamped to [0, L], where L is the number
+// of lookups; the last one is L. Lookups before the first offset, if that is above 0, belong to no
+// bag. An index of -1 there is padding. Any other index there is *lost*, which counts as a
+// violation of the offsets.
 //
 // Nearly every batch is valid, so all threads first check the offsets, without a scan. If a thread
 // finds an invalid offset, a single block repairs all offsets in the same launch
@@ -15,19 +16,20 @@
 
 namespace emb::cuda {
 
-// The check of a batch by a kernel over its lookups. If `repaired_offsets` is null, the kernel
-// checks nothing and reads no other member. Pointers are to device memory, which must live until
-// the kernel has run.
+// The check of a batch by a kernel over its lookups. If `repaired_offsets` is null, nothing is
+// checked and no other member is read. Pointers are to device memory, which must live until the
+// kernel has run.
 struct BatchCheck {
   int32_t* repaired_offsets = nullptr;  // [bags + 1], an output, written if an offset is invalid
-  bool copies_valid_offsets = false;    // write `repaired_offsets` for valid offsets too
+  bool copies_valid_offsets = false;    // write `repaired_offsets` for valid offsets too, as int32
   bool is_fatal = false;                // trap at a violation, as an assert does
   // [2]: the number of invalid indices, and the number of offsets that the repair changed plus that
   // of lost indices. Null if violations are not counted.
   unsigned long long* violations = nullptr;
   bool adds_violations = true;  // add to `violations`, else overwrite it
-  // [2], scratch of a launch of several blocks: packed counts, see finish_block in tbe/keys.cuh.
-  // launch_lookup_keys sets it to 0; unspecified after the kernel. May be null for one block.
+  // [2], scratch of a launch of lookup_keys_kernel with several blocks: packed counts, see
+  // finish_block in tbe/keys.cuh. launch_lookup_keys sets it to 0; unspecified after the kernel.
+  // May be null for one block.
   unsigned long long* progress = nullptr;
 };
 
@@ -40,11 +42,12 @@ EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
                                          : (offset > bags.num_lookups ? bags.num_lookups : offset));
 }
 
-// Return how many of the offsets with the positions first, first + step, ... are invalid. An offset
+// Return how many of the offsets at the positions first, first + step, ... are invalid. An offset
 // is invalid if it is below its predecessor (offset 0: below 0), if it is above L, or if it is the
-// last of a batch with bags and not L. The offsets are valid if the result is 0 in all threads. The
-// repair may change a different number of offsets, because a repaired offset depends on all offsets
-// before it. If check.copies_valid_offsets, also copy these offsets to check.repaired_offsets.
+// last of a batch with bags and not L. The batch needs no repair if the result is 0 in all threads.
+// The repair may change a different number of offsets, because a repaired offset depends on all
+// offsets before it. If check.copies_valid_offsets, also copy these offsets to
+// check.repaired_offsets.
 EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
                                      int64_t step) {
   int num_invalid = 0;
@@ -60,8 +63,9 @@ EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, 
 
 // Write the repaired offsets to `repaired_offsets`, [bags + 1], which must not be the memory of
 // bags.offsets. Return how many of the offsets that this thread wrote differ from bags.offsets. All
-// threads of one block of whole warps must call this; it has barriers. `warp_scratch` is shared
-// memory for an int per warp. There must be fewer than 2^31 lookups; not checked.
+// threads of one block of whole warps must call this; it has barriers, the last one at its end.
+// `warp_scratch` is shared memory for an int per warp. There must be fewer than 2^31 lookups; not
+// checked.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired_offsets, int32_t* warp_scratch) {
   constexpr int kOffsetsPerThread = 4;  // neighbouring offsets per thread and tile
   const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
@@ -115,9 +119,9 @@ EMB_DEVICE void fail_for_indices() {
 
 // Report the violations of a batch: the number of invalid indices, and the number of offsets that
 // the repair changed plus that of lost indices. If check.is_fatal, trap unless both are 0. Unless
-// check.violations is null, add them to it, or overwrite it if not check.adds_violations. One
-// thread of the grid must call this. The additions are atomic because kernels on other streams
-// may add to the same counts.
+// check.violations is null, add them to it, or overwrite it if not check.adds_violations. Only one
+// thread of the grid must call this. The additions are atomic because kernels on other streams may
+// add to the same counts.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_invalid_indices,
                                   int64_t num_offset_violations) {
   if (check.is_fatal && num_offset_violations > 0) fail_for_offsets();

@@ -1,8 +1,8 @@
-// Readers of rows for CPU kernels: given a lookup, a reader returns its row. Each kind of table has
-// a reader, so that loops over lookups do not test for the kind. PlainRows reads the rows of a
-// table without a cache, CachedRows those of a table with a cache of its dtype, and MixedRows those
-// of a table with a cache of another dtype, which it copies as floats. All have Element, `dim` and
-// the functions that PlainRows documents. Only `*_kernels.cpp` may include this file.
+// Readers of rows for CPU kernels: given a lookup, a reader returns its row. There is a reader per
+// value of Caching, so that loops over lookups do not test for it: PlainRows for tables without a
+// cache, CachedRows for a cache of the table's dtype, and MixedRows for a cache of another dtype,
+// whose rows it copies as floats. All have Element, `dim` and the functions that PlainRows
+// documents. They point into the arrays of a TableRows. Only `*_kernels.cpp` may include this file.
 #pragma once
 
 #include "core/vec.h"
@@ -25,9 +25,10 @@ struct PlainRows {
         num_rows(in.num_rows),
         dim(in.dim) {}
 
-  // Let `at` and `prefetch` begin `num_columns` columns later in each row.
+  // Let later calls of `at` and `prefetch` begin `num_columns` columns later in each row.
   EMB_HD void skip_columns(int64_t num_columns) { table += num_columns; }
-  // Return the address of the row of lookup i, behind skipped columns; null for a lookup to skip.
+  // Return the address of the row of lookup i, after the skipped columns; null for a lookup to
+  // skip.
   EMB_HD const W* at(int64_t i) const {
     const int64_t row = repair_index(indices[i], num_rows);
     return row < 0 ? nullptr : table + row * dim;
@@ -84,11 +85,10 @@ struct MixedRows {
   float* scratch;
   int64_t dim, first_column = 0;
 
-  EMB_HD void skip_columns(int64_t num_columns) { first_column += num_columns; }
-
   MixedRows(const TableRows& rows, float* row_of_floats)
       : table_rows(rows), scratch(row_of_floats), dim(rows.dim) {}
 
+  EMB_HD void skip_columns(int64_t num_columns) { first_column += num_columns; }
   EMB_HD const float* at(int64_t i) const {
     const int64_t row = repair_index(table_rows.indices[i], table_rows.num_rows),
                   slot = table_rows.slots[i];

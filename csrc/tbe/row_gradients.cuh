@@ -2,10 +2,13 @@
 //
 // Lookups are sorted by row; a *segment* is the lookups of one row. Usually the lanes that update a
 // row also sum its segment. A segment of more than kShortSegment lookups is divided into chunks,
-// unless the row is wider than a chunk sum (only in a variable batch, see kMaxVariableColumns).
-// Blocks sum the chunks beforehand, so that one hot row occupies the whole device, and the lanes
-// then add the chunk sums in order. The chunks depend only on the length of the segment, so that
-// equal gradients in the same order give sums of the same bits.
+// unless the row is wider than a chunk sum (only in a variable batch, see kMaxVariableColumns). So
+// one hot row occupies the whole device. The steps, on one stream, are
+//   (1) plan_chunks_kernel writes the task of each chunk slot, and may count the step,
+//   (2) chunk_kernel sums the chunks,
+//   (3) update_kernel (update.cuh) adds the chunk sums of a row in order.
+// The chunks depend only on the length of the segment, so that equal gradients in the same order
+// give sums of the same bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -18,18 +21,20 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
-// Blocks per multiprocessor of chunk_kernel: with four, a thread has 64 registers.
+// Minimum number of blocks per multiprocessor of chunk_kernel: with four, a thread has 64
+// registers.
 inline constexpr int kChunkSumBlocksPerSm = 4;
 // The three limits below are not measured.
-inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
-inline constexpr int kChunkLookups = 1024;  // lookups per chunk; a multiple in very long segments
-inline constexpr int kMaxChunks = 256;      // maximum number of chunks of a segment
+inline constexpr int kShortSegment = 256;  // lookups of the longest segment without chunks
+inline constexpr int kMinChunkLookups =
+    1024;                               // lookups per chunk; in very long segments a multiple
+inline constexpr int kMaxChunks = 256;  // maximum number of chunks of a segment
 
-// Return the lookups per chunk of a segment, except in its last chunk.
+// Return the number of lookups per chunk of a segment, of which the last chunk may have fewer.
 EMB_HD int chunk_length(int segment_length) {
-  return kChunkLookups *
-         static_cast<int>((static_cast<int64_t>(segment_length) + kChunkLookups * kMaxChunks - 1) /
-                          (kChunkLookups * kMaxChunks));
+  return kMinChunkLookups * static_cast<int>((static_cast<int64_t>(segment_length) +
+                                              kMinChunkLookups * kMaxChunks - 1) /
+                                             (kMinChunkLookups * kMaxChunks));
 }
 
 // Return the number of chunks of a segment.
@@ -38,17 +43,17 @@ EMB_HD int num_chunks(int segment_length) {
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
-// Chunk sums are stored in *chunk slots*, one per kShortSegment sorted lookups: slot s stands at
-// sorted lookup s * kShortSegment, and belongs to the segment of that lookup. So the position of a
-// segment determines its slots, without a counter. A segment that is divided into chunks has at
-// least as many slots as chunks, and chunk c is in its slot c.
+// Chunk sums are stored in *chunk slots*, one per kShortSegment sorted lookups: slot s belongs to
+// the segment of sorted lookup s * kShortSegment. So the position of a segment determines its
+// slots, without a counter. A segment that is divided into chunks has at least as many slots as
+// chunks, and chunk c is in its slot c.
 //
 // Return the number of chunk slots of a batch, 0 if no segment can be long.
 EMB_HD int64_t num_chunk_slots(int64_t num_lookups) {
   return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;
 }
 
-// Return the first chunk slot at or after sorted lookup `begin`.
+// Return the first chunk slot of a segment that begins at sorted lookup `begin`.
 EMB_HD int64_t first_chunk_slot(int64_t begin) {
   return (begin + kShortSegment - 1) / kShortSegment;
 }
@@ -63,17 +68,20 @@ inline int64_t chunk_sum_stride(int64_t columns) {
 // the widest row. Segments of wider rows are not divided into chunks.
 inline constexpr int64_t kMaxVariableColumns = 1024;
 
-// The chunk of a chunk slot: the number of its segment, and its number in the segment. The slot has
-// no chunk if `segment` is negative.
+// The chunk of a chunk slot.
 struct ChunkTask {
-  int32_t segment, chunk;
+  int32_t segment;  // number of its segment; negative: the slot has no chunk
+  int32_t chunk;    // number of the chunk in the segment
 };
 
 // The gradients of a batch and its grouping, for the kernels that sum the gradients of rows. All
 // pointers are to device memory that must live until the kernels have run. The entry has checked
-// shapes; the contents (grouping, features, bag layout) are trusted.
+// shapes; the contents (grouping, features, bag layout) are trusted, but not those of row_slots and
+// offsets. F is the number of features, B of bags per feature of a fixed batch, L of lookups, and U
+// of unique rows.
 struct DeviceGradArgs {
-  const void* grad;  // [B, columns], [columns] of a variable batch, or [L, D] without pooling
+  // [B, output_dim]; [output_dim] with pooling in a variable batch; [L, D] without pooling
+  const void* grad;
   Dtype grad_type;
   int64_t grad_stride;      // elements between rows of `grad`
   const Feature* features;  // [F]
@@ -81,17 +89,18 @@ struct DeviceGradArgs {
   Bags bags;  // MEAN divides by their lengths
   Pooling pooling;
   const float* sample_weights;  // [L] by lookup; null: all are 1
-  // The grouping of `tbe_group`: linear row id [L], segments [L + 1], and lookup and bag of each
-  // sorted lookup [L]; `num_groups`, [1], is U.
-  const int64_t* rows;
-  const int32_t *segments, *sorted_lookups, *sorted_bags, *num_groups;
+  // The grouping of `tbe_group`: group u < *num_groups is the lookups of row rows[u], the sorted
+  // lookups [segments[u], segments[u + 1]); sorted lookup j is lookup sorted_lookups[j], of bag
+  // sorted_bags[j].
+  const int64_t* rows;  // [L] linear row ids; not used without an optimizer
+  const int32_t *segments, *sorted_lookups, *sorted_bags, *num_groups;  // [L + 1], [L], [L], [1]
   const int32_t* row_slots;  // [L] cache slot of the row of each group, -1 for none; null: no cache
   int64_t num_lookups;       // L
-  // Scratch: the chunk of each chunk slot, and its sum, [slots, chunk_sum_stride]. Null if
-  // num_chunk_slots(L) is 0.
+  // Scratch, null if num_chunk_slots(L) is 0: the chunk of each chunk slot, [slots], and its sum,
+  // [slots, chunk_sum_stride].
   ChunkTask* chunk_tasks;
   float* chunk_sums;
-  int64_t chunk_sum_stride;
+  int64_t chunk_sum_stride;  // a result of the function chunk_sum_stride
   // The number of floats from one gradient to the next in the result, the weights of tier 0. Used
   // only without an optimizer.
   int64_t result_stride;
@@ -107,8 +116,8 @@ EMB_DEVICE const Feature& feature_of(const DeviceGradArgs& args, int j) {
   return args.features[args.map.feature(bag_of(args, j))];
 }
 
-// Return the first element, in args.grad, of the gradient of sorted lookup j, which is in bag
-// `bag`.
+// Return the index in args.grad of the first element of the gradient of sorted lookup j, which is
+// in bag `bag`.
 EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) {
   if (args.pooling == Pooling::kNone) return args.sorted_lookups[j] * args.grad_stride;
   if (args.map.layout != nullptr) return args.map.layout[bag].element;
@@ -117,7 +126,7 @@ EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) 
 
 // Return the factor of the gradient of sorted lookup j, which is in bag `bag`: its sample weight (1
 // without sample weights), for MEAN times 1 / length of the bag.
-EMB_DEVICE float grad_weight(const DeviceGradArgs& args, int j, uint32_t bag) {
+EMB_DEVICE float grad_scale(const DeviceGradArgs& args, int j, uint32_t bag) {
   float weight = 1.0f;
   if (args.pooling == Pooling::kMean) {
     const int64_t length = args.bags.end(bag) - args.bags.begin(bag);
@@ -133,9 +142,10 @@ EMB_DEVICE bool has_chunks(const DeviceGradArgs& args, int length, int dim) {
 }
 
 // Add columns [column, column + kColumns) of the gradients of sorted lookups [begin, begin +
-// length), times their factors, to `sum`. The row has `dim` columns, and `length` may be negative
-// for none. `max_length` is at least the length of every group of the warp, all lanes of which must
-// call this.
+// length), times their factors, to `sum`. The lanes of a group of lanes pass the same lookups, of a
+// row of `dim` columns; `length` may be negative for none. `max_length` is at least the `length` of
+// every lane of the warp, and the same in all. All lanes of a warp must call this. G is the dtype
+// of the gradient.
 template <class G>
 EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int begin, int length,
                           int max_length, int column, int dim, float (&sum)[kColumns]) {
@@ -146,7 +156,7 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
     float scale = 0.0f;
     if (const int j = begin + tile + lane.rank; tile + lane.rank < length) {
       offset = grad_offset(args, j, bag_of(args, j));
-      scale = grad_weight(args, j, bag_of(args, j));
+      scale = grad_scale(args, j, bag_of(args, j));
     }
     const int num_steps = max_length - tile < lane.lanes ? max_length - tile : lane.lanes;
     const bool uses_vectors =
@@ -160,14 +170,14 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
 }
 
 // Set the tasks of the chunk slots of all groups, unless args.chunk_tasks is null. If the grouping
-// has not counted the step, `num_updated`, [1], must not be null: then count the step, and write
-// the number of groups to update; if the gradient is not finite, count nothing and write 0. The
-// loop over groups is grid-stride.
+// has not counted the step, num_groups_to_update, [1], must not be null: then count the step, and
+// write the number of groups to update; if the gradient is not finite, count nothing and write 0.
+// The loop over groups is grid-stride, in blocks of whole warps.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
-    plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
+    plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_groups_to_update) {
   const int num_groups = *args.num_groups;
-  if (num_updated != nullptr && simt::global_thread() == 0)
-    *num_updated = count_update_step(step, num_groups);
+  if (num_groups_to_update != nullptr && simt::global_thread() == 0)
+    *num_groups_to_update = count_update_step(step, num_groups);
   if (args.chunk_tasks == nullptr) return;
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarpLanes);
   for (int64_t base = simt::global_warp() * simt::kWarpLanes; base < num_groups;
@@ -204,7 +214,8 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
 // Write the sum of `task`, the chunk of slot `slot`, to row `slot` of args.chunk_sums. Every group
 // of lanes sums a stretch of the chunk, then the sums of the stretches are added in order. The
 // grid's second dimension divides the columns of wide rows. `stretch_sum` is shared memory,
-// [kChunkThreads]. All threads of a block must call this; it has barriers.
+// [kChunkThreads]. All threads of a block must call this with the same task; it has barriers, the
+// last one at its end.
 template <class G>
 EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, ChunkTask task,
                           int64_t slot, float (*stretch_sum)[kColumns]) {

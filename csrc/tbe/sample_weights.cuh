@@ -14,21 +14,22 @@ struct DeviceSampleWeightArgs {
   // The lookup to whose sample weights the gradient belongs. `output` is not used; map.stride is
   // the row stride of `grad`.
   DeviceLookupArgs lookup;
-  const void* grad;  // [B, columns], or [columns] of a variable batch
+  const void* grad;  // [B, output_dim], or [output_dim] of a variable batch
   Dtype grad_type;
-  // [L], to which dot products are added: must be zeros before. Lookups without a row or without a
-  // bag are not written.
+  // [L], an output, which the caller must set to 0 before: dot products are added to it. Lookups
+  // without a row or without a bag are not written.
   float* out;
 };
 
 // Blocks per multiprocessor. They bound the registers of a thread: 3 leave 80, 4 leave 64.
 inline constexpr int kSampleWeightBlocksPerSm = 3, kMixedSampleWeightBlocksPerSm = 4;
 
-// Return the dot product of a part of the row of this lane with `grad`; 0 if the rank of this lane
-// in its group is not below `num_steps`, rounded up to a multiple of kRowsInFlight. The lanes of a
-// group multiply one row after the other together, N columns per lane. Each lane passes the
-// `offset` of its row from `weights` in elements, -1 for zeros. `columns_left` is the number of
-// columns from the lane's first one to the end of the row. All lanes of a warp must call this.
+// Return the dot product of the row of this lane with the gradient, over the columns that its group
+// holds: N per lane in `grad`. The group multiplies the rows of its first `num_steps` lanes one
+// after the other; the result of other lanes is unspecified. Each lane passes the `offset` of its
+// row from `weights` in elements, -1 for zeros; `weights` begins with the first column of the lane.
+// `columns_left` is the number of columns from the lane's first one to the end of the row. All
+// lanes of a warp must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int columns_left, const LaneGroup& lane,
                           int num_steps, const float (&grad)[N]) {
@@ -54,9 +55,9 @@ EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int columns_left, co
 }
 
 // Add the dot products of `grad`, columns [column, column + N) of the gradient of a bag, with the
-// rows of all its lookups to args.out. `max_length` is the maximum length of a bag in the warp, all
-// lanes of which must call this. With kVector has_whole_vectors must be true for the features of
-// all lanes.
+// rows of all its lookups to args.out. `max_length` is the maximum length of a bag in the warp.
+// With kVector has_whole_vectors must be true for the features of all lanes. All lanes of a warp
+// must call this.
 template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
                         const LaneGroup& lane, int column, int max_length, const float (&grad)[N]) {

@@ -11,32 +11,32 @@
 
 namespace emb {
 
-EMB_SELECT_KERNELS(SampleWeightTable, kSampleWeightTable, sample_weight_table)
+EMB_SELECT_KERNELS(SampleWeightKernels, kSampleWeightKernels, sample_weight_kernels)
 
 namespace {
 
 // Return the kernel for `rows`, tables of dtype `weights`, and a gradient of dtype `grad`.
-SampleWeightFn sample_weight_kernel(const TableRows& rows, Dtype weights, Dtype grad) {
-  const SampleWeightTable& table = sample_weight_table();
-  if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(grad)];
-  return table
-      .kernels[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
+SampleWeightFn find_sample_weight_kernel(const TableRows& rows, Dtype weights, Dtype grad) {
+  const SampleWeightKernels& kernels = sample_weight_kernels();
+  if (rows.caching == Caching::kMixedDtypes) return kernels.mixed[static_cast<int>(grad)];
+  return kernels.uniform[rows.caching == Caching::kSameDtype][static_cast<int>(weights)]
+                        [static_cast<int>(grad)];
 }
 
 // Return the gradient of the sample weights of `tbe_lookup`, float32 [L]. It is 0 for lookups that
-// are skipped or before the first bag. `grad` is the gradient of the pooled output, [B, columns]
-// or, with bag_layout, [columns], of float32, float16 or bfloat16. A view with adjacent columns but
-// distant rows is not copied. `pooling` must be the code of sum or mean. The other arguments are
-// those of `tbe_lookup`.
+// are skipped or before the first bag. `grad` is the gradient of the pooled output, [B, output_dim]
+// or, with bag_layout, [output_dim], of float32, float16 or bfloat16. Its rows may be apart in
+// memory; it is copied only if its columns are. `pooling` must be the code of sum or mean. The
+// other arguments are those of `tbe_lookup`.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
                               int64_t pooling) {
   const char* op = "tbe_sample_weight_grad";
   const Dtype grad_type = float_dtype(op, "grad", grad.scalar_type());
-  const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
+  const int64_t output_dim = check_pooled_grad(op, grad, bag_layout.has_value());
   const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,
-                        columns);
+                        output_dim);
   STD_TORCH_CHECK(in.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
   BagMap map = in.feature_bags.map;
   const int64_t num_features = in.feature_bags.num_features();
@@ -56,10 +56,10 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                           {in.bags, in.pooling, map.layout, map.stride},
                           gradient + base * grad.element_size(),
                           result};
-    const bool is_mixed = rows.caching == Caching::kMixed;
+    const bool is_mixed = rows.caching == Caching::kMixedDtypes;
     const std::unique_ptr<float[]> scratch(is_mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
-    sample_weight_kernel(rows, in.weights.type, grad_type)(args, begin, end);
+    find_sample_weight_kernel(rows, in.weights.type, grad_type)(args, begin, end);
   });
   return out;
 }

@@ -1,4 +1,4 @@
-// Gradient of the sample weights on one CPU thread, the functions of SampleWeightTable
+// Gradient of the sample weights on one CPU thread, the functions of SampleWeightKernels
 // (tbe/args.h): for each lookup the dot product of its row with the gradient of its bag's output
 // row, for MEAN divided by the length of the bag. Rows are prefetched across bags.
 #include "tbe/args.h"
@@ -59,21 +59,21 @@ void mixed_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_b
   dot_bags<G>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);
 }
 
-constexpr SampleWeightTable make_table() {
-  SampleWeightTable table = {};
+constexpr SampleWeightKernels make_kernels() {
+  SampleWeightKernels kernels = {};
   for_each_dtype([&]<class G>(TypeTag<G>, int grad) {
-    table.mixed[grad] = mixed_grads<G>;
+    kernels.mixed[grad] = mixed_grads<G>;
     for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
-      table.kernels[0][weights][grad] = plain_grads<W, G>;
-      table.kernels[1][weights][grad] = cached_grads<W, G>;
+      kernels.uniform[0][weights][grad] = plain_grads<W, G>;
+      kernels.uniform[1][weights][grad] = cached_grads<W, G>;
     });
   });
-  return table;
+  return kernels;
 }
 
 }  // namespace
 
-extern const SampleWeightTable kSampleWeightTable;
-const SampleWeightTable kSampleWeightTable = make_table();
+extern const SampleWeightKernels kSampleWeightKernels;
+const SampleWeightKernels kSampleWeightKernels = make_kernels();
 
 }  // namespace emb::EMB_ISA

@@ -1,16 +1,19 @@
 // Backward of table-batched embeddings on the GPU, fused with the optimizer.
 //
-// A warp updates a tile of up to 32 unique rows. A lane *holds* at most one of them: it reads the
-// row's entry in the grouping and its row-wise states into shared memory, once per row instead of
-// once per lane of a group. Then each group of 4 to 32 lanes updates the rows that its lanes hold,
-// a *batch* of a few rows at a time, whose weights, states and gradients are in registers together
-// (row_batch.cuh).
-//
-// Rows with one lookup come first: their gradient is read in place, unless it is not aligned like
-// the row. For other rows the group sums the gradients into shared memory before their batch
-// starts; each lane sums the columns that it updates. The lane that holds a row computes its
-// factors, so that the roots and divisions of a batch run in parallel. No kernel adds to weights or
-// states with atomics. Without an optimizer (GradientOnly) the sums are stored as the result.
+// A warp updates a tile of up to 32 unique rows. In this file *group* means a group of 4 to 32
+// lanes, and a *batch* is the few rows that a group updates at a time, whose weights, states and
+// gradients are in registers together (row_batch.cuh). The steps of update_kernel for a tile:
+//   (1) A lane *holds* at most one row of the tile: it reads the row's entry in the grouping and
+//       its row-wise states into shared memory (TileRow), once per row instead of once per lane.
+//   (2) The rows are updated in sets of one dim and memory tier (update_tile). In a set the rows
+//       with one lookup come first: their gradient is read in place, unless it is not aligned like
+//       the row.
+//   (3) For other rows the group sums the gradients into shared memory before their batch starts
+//       (sum_lookups); each lane sums the columns that it updates.
+//   (4) The group updates the batch (update_batch). The lane that holds a row computes its factors
+//       (begin_rows), so that the roots and divisions of a batch run in parallel.
+// No kernel adds to weights or states with atomics. Without an optimizer (GradientOnly) the sums
+// are stored as the result.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +33,8 @@ inline constexpr int kUpdateWarps = kUpdateThreads / kWarpLanes;
 inline constexpr int kLog2Columns = 2;
 static_assert(1 << kLog2Columns == kColumns);
 
-// Blocks per multiprocessor. They bound the registers of a thread: 6 blocks leave 80, 5 leave 96, 4
-// leave 128. The compiler needs the most registers for Blackwell (1000).
+// Minimum numbers of blocks per multiprocessor, which bound the registers of a thread: 6 blocks
+// leave 80, 5 leave 96, 4 leave 128. The compiler needs the most registers for Blackwell (1000).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kMaxBlocksPerSm = 4;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -73,18 +76,18 @@ inline constexpr int kUpdateWaves = 8;
 // The number of tiles, at least, for each warp that runs at once, if there are enough rows. With
 // fewer tiles, the warps whose rows have the most lookups would end long after the others.
 inline constexpr int kMinTilesPerWarp = 3;
-// Lookups of a row that a lane locates at once; more than one would spill on Ampere.
+// Lookups of a row that a lane locates at once. More than one would spill registers on Ampere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr int kLookupsPerLane = 1;
 #else
 inline constexpr int kLookupsPerLane = 3;
 #endif
 
-// The shape of the tiles. 2^log2_lanes lanes form a group: enough for a row of mean width, at most
-// a warp. The lanes of a group hold 2^log2_rows rows: as many rows as lanes if there are many rows,
-// else fewer, so that all warps are busy.
+// The shape of the tiles.
 struct TileShape {
-  int log2_lanes, log2_rows;
+  int log2_lanes;      // 2^log2_lanes lanes form a group: enough for a row of mean width
+  int log2_rows;       // a group holds 2^log2_rows rows: as many as lanes if there are many rows,
+                       // else fewer, so that all warps are busy
   uint32_t num_warps;  // warps that run at once
 
   // Return the number of rows in a tile.
@@ -97,7 +100,7 @@ struct TileShape {
       --shape.log2_rows;
     return shape;
   }
-  // Return the number of the row that this lane holds in the tile; kWarpLanes, which is not below
+  // Return the number, in the tile, of the row that this lane holds; kWarpLanes, which is not below
   // num_rows(), if it holds none.
   EMB_DEVICE uint32_t row_of_lane() const {
     const unsigned lane = threadIdx.x % simt::kWarpLanes, rank = lane & ((1u << log2_lanes) - 1);
@@ -110,8 +113,8 @@ EMB_DEVICE bool reads_vectors(const DeviceGradArgs& args) {
   return is_aligned(args.grad, kColumns * static_cast<int>(element_bytes(args.grad_type)));
 }
 
-// A row of a tile, in shared memory: a batch needs it for a few instructions only, and in registers
-// it would occupy them all the time. Offsets are in *units*: four elements if the row is read in
+// A row of a tile, in shared memory: a batch needs it for a few instructions only, and it would
+// occupy registers all the time. Offsets are in *units*: four elements if the row is read in
 // vectors, else one element.
 struct TileRow {
   uint32_t row_offset_low;   // low word of the offset of the row in its tier
@@ -123,7 +126,7 @@ struct TileRow {
   // Whether its gradient is summed into shared memory first: it has several lookups, or its
   // gradient is not aligned like the row.
   bool is_summed;
-  int64_t id;         // linear row id; 0 without an optimizer
+  int64_t row_id;     // linear row id; 0 without an optimizer
   int64_t state_row;  // entry of the row in the row-wise states of its tier
   float states[kMaxRowStates];
   // Three fields in which the rows of one batch agree: kVectorBit is set if rows are read in
@@ -134,7 +137,8 @@ struct TileRow {
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
   static_assert(kTiers <= 1 << (kDimShift - kTierShift));
 
-  // Read the row of group u. Without an optimizer, the row to write is row u of the result.
+  // Read unique row u of the grouping. Without an optimizer, the row to write is row u of the
+  // result.
   template <class Selection>
   EMB_DEVICE void read(Selection, const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                        const BlockStep& step, uint32_t u) {
@@ -169,10 +173,10 @@ struct TileRow {
     grad_offset_low = static_cast<uint32_t>(grad_units);
     offsets_high =
         static_cast<uint32_t>(row_units >> 32) | (static_cast<uint32_t>(grad_units >> 32) << 16);
-    scale = segment_end - segment_begin == 1 ? grad_weight(args, segment_begin, bag) : 1.0f;
+    scale = segment_end - segment_begin == 1 ? grad_scale(args, segment_begin, bag) : 1.0f;
     begin = segment_begin;
     length = segment_end - segment_begin;
-    id = row;
+    row_id = row;
     state_row = location.state_row;
     packed_layout = (static_cast<uint32_t>(feature.dim) << kDimShift) |
                     (static_cast<uint32_t>(location.tier) << kTierShift) |
@@ -181,9 +185,9 @@ struct TileRow {
 };
 
 // The update of the rows of a tile that have one packed_layout. References are to the kernel's
-// arguments or to shared memory, pointers to shared memory. All lanes of a warp must call these
-// members together, because they use warp collectives: add_lookups, add_vectors, add_elements,
-// sum_lookups, start_rows, update_columns and update_batch.
+// arguments or to shared memory, pointers to shared memory. All lanes of a warp must call members
+// together if they use warp collectives: add_lookups, add_vectors, add_elements, sum_lookups,
+// begin_rows, update_columns and update_batch.
 template <class Selection>
 struct TileUpdate {
   static constexpr int kSlices = UpdateShape<Selection>::kSlices;
@@ -213,7 +217,8 @@ struct TileUpdate {
     for (int k = 0; k < kMaxRowSums; ++k) to[k] = from[k];
   }
 
-  // Assign the rows that the lowest lanes of `lane_mask` hold to the slices of a batch.
+  // Assign the rows that the lowest lanes of `lane_mask` hold to the slices of a batch. `lane_mask`
+  // has lanes of this group only.
   EMB_DEVICE HoldersOfSlices assign_slices(uint32_t lane_mask) const {
     HoldersOfSlices holders;
     int holder = -1;
@@ -279,7 +284,7 @@ struct TileUpdate {
         if (j < length) {
           const uint32_t bag = bag_of(args, begin + j);
           offsets[q] = grad_offset(args, begin + j, bag);
-          scales[q] = grad_weight(args, begin + j, bag);
+          scales[q] = grad_scale(args, begin + j, bag);
           is_aligned &= offsets[q] % kColumns == 0;
         }
       }
@@ -308,10 +313,10 @@ struct TileUpdate {
     }
   }
 
-  // Each lane of a group passes the offset of a gradient, negative for none, and its scale. Add the
-  // gradients of the first `num_steps` lanes times their scales, in the order of the lanes, four in
-  // flight. A lane without a gradient loads zeros, because the compiler would wait for each
-  // conditional load.
+  // Each lane of a group passes the offset of a gradient, negative for none, and its factor
+  // `scale`. Add the gradients of the first `num_steps` lanes, times their factors, to `sum`, in
+  // the order of the lanes, four in flight. A lane without a gradient loads zeros, because the
+  // compiler would wait for each conditional load.
   template <class G>
   EMB_DEVICE void add_vectors(int64_t offset, float scale, int column, int num_steps,
                               float (&sum)[kColumns]) const {
@@ -372,7 +377,8 @@ struct TileUpdate {
     }
   }
 
-  // Sum the gradients of the rows of a batch, of their columns from `base` on, into row_gradient.
+  // Sum the gradients of the rows of a batch, in the columns of one batch from `base` on, into
+  // row_gradient.
   EMB_DEVICE void sum_lookups(HoldersOfSlices holders, int base) const {
 #pragma unroll 1
     for (int s = 0; s < kSlices; ++s) {
@@ -405,7 +411,8 @@ struct TileUpdate {
         [&](int s) { return locate_gradient(holders, s, base); }, gradient);
   }
 
-  // Turn loaded gradients into floats and multiply them by their factors; sums are so already.
+  // Turn the gradients of load_gradients into floats, and multiply them by their factors. Sums are
+  // floats and have their factors already.
   EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool is_summed,
                                     Slices<kSlices>& gradient) const {
     if (is_summed) return;
@@ -419,10 +426,10 @@ struct TileUpdate {
     }
   }
 
-  // Complete the sums of the rows of a batch over the lanes of their groups. If this lane holds a
-  // row of the batch, update its row-wise states and return its factors, else return factors that
-  // nothing uses.
-  EMB_DEVICE RowFactors start_rows(HoldersOfSlices holders, float (&sums)[kSlices][kMaxRowSums]) {
+  // Complete `sums`, of which each lane passes its part, over the lanes of the groups. If this lane
+  // holds a row of the batch, update its row-wise states and return its factors, else return
+  // factors that nothing uses.
+  EMB_DEVICE RowFactors begin_rows(HoldersOfSlices holders, float (&sums)[kSlices][kMaxRowSums]) {
     const int this_lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     float held_sums[kMaxRowSums] = {};  // the sums of the row that this lane holds
     bool holds_row = false;
@@ -476,11 +483,11 @@ struct TileUpdate {
       const int64_t element =
           first_element(row.row_offset_low, row.offsets_high, layout.dim - num_valid);
       if (type == Dtype::kHalf) {
-        store_slice_randomly(layout, step.rounding, tensor, row.id,
+        store_slice_randomly(layout, step.rounding, tensor, row.row_id,
                              static_cast<half16*>(data) + element, num_valid,
                              row_gradient[s][threadIdx.x]);
       } else {
-        store_slice_randomly(layout, step.rounding, tensor, row.id,
+        store_slice_randomly(layout, step.rounding, tensor, row.row_id,
                              static_cast<bfloat16*>(data) + element, num_valid,
                              row_gradient[s][threadIdx.x]);
       }
@@ -532,7 +539,7 @@ struct TileUpdate {
           batch.sum_rows(Selection{}, optimizer, step, layout, gradient, sums);
           if (pass.carries_sums) copy_sums(sums[kSlices - 1], row_sums[threadIdx.x]);
         }
-        if (pass.computes_factors) *factors = start_rows(holders, sums);
+        if (pass.computes_factors) *factors = begin_rows(holders, sums);
       }
       if (!pass.updates_rows) return;
       const RowFactors lane_factors = *factors;
@@ -593,9 +600,10 @@ struct TileUpdate {
   }
 };
 
-// Update the rows of a tile, `rows` [32], one packed_layout after the other, and set the length of
-// each row to 0. All lanes of a warp must call this. row_gradient and row_sums are the scratch of
-// TileUpdate.
+// Update the rows of a tile, `rows` [32] by the lane that holds them, one packed_layout after the
+// other, and set the length of each row to 0. `rows`, row_gradient and row_sums are shared memory;
+// the last two are the scratch of TileUpdate. All lanes of a warp must call this; it ends with a
+// __syncwarp if there are rows.
 template <class Selection>
 EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                             const BlockStep& step, TileRow* rows,
@@ -668,8 +676,8 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
 }
 
 // Return the shape of the tiles for at most `num_rows` rows of `mean_dim` columns on average. A
-// tile has up to 32 rows, but so few that each of the `num_warps` warps that run at once gets one
-// if there are enough rows.
+// tile has up to 32 rows, but so few that each of the `num_warps` warps that run at once gets a
+// tile, if there are enough rows.
 inline TileShape max_tile_shape(int64_t num_rows, int64_t mean_dim, int64_t num_warps) {
   TileShape shape{2, 0, static_cast<uint32_t>(num_warps)};
   while ((1 << shape.log2_lanes) < lanes_per_row(mean_dim, kColumns)) ++shape.log2_lanes;
@@ -697,23 +705,25 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
-// lanes per row. If the grouping has not counted the step, pass `num_updated` ([1], scratch on the
-// device) and `step`: the step is counted here, also without lookups, and if the gradient is not
-// finite, nothing is counted or updated. If `num_updated` is null, `step` is ignored: the step must
-// have been counted, and *args.num_groups must be 0 if the gradient is not finite. `launcher` is a
-// CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
+// lanes per row. The step is counted either here or before:
+//   - If the grouping has not counted it, pass num_groups_to_update ([1], scratch on the device)
+//     and `step`: the step is counted, also without lookups. If the gradient is not finite, nothing
+//     is counted or updated.
+//   - If num_groups_to_update is null, `step` is ignored: the step must have been counted, and
+//     *args.num_groups must be 0 if the gradient is not finite.
+// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},
-                   int32_t* num_updated = nullptr) {
-  if (num_updated != nullptr || num_chunk_slots(args.num_lookups) > 0) {
+                   int32_t* num_groups_to_update = nullptr) {
+  if (num_groups_to_update != nullptr || num_chunk_slots(args.num_lookups) > 0) {
     launcher(
         plan_chunks_kernel,
         blocks_for(args.num_lookups, kChunkThreads, launcher.max_grid_blocks(kChunkBlocksPerSm)),
-        kChunkThreads, args, step, num_updated);
+        kChunkThreads, args, step, num_groups_to_update);
   }
   if (args.num_lookups == 0 || args.bags.num_bags == 0) return;
-  if (num_updated != nullptr) args.num_groups = num_updated;
+  if (num_groups_to_update != nullptr) args.num_groups = num_groups_to_update;
   if (args.grad_type == Dtype::kFloat) {
     launch_chunks<float>(launcher, args, mean_dim);
   } else if (args.grad_type == Dtype::kHalf) {

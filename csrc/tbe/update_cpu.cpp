@@ -1,10 +1,10 @@
 // The backward ops of table-batched embeddings on the CPU: `tbe_update_` sums the gradients of each
-// unique row, and the optimizer applies them; `tbe_backward_` also groups the lookups and counts
-// the step; `tbe_row_grads` returns the sums.
+// unique row and updates the row; `tbe_backward_` also groups the lookups and counts the step;
+// `tbe_row_grads` returns the sums.
 //
-// An op checks its arguments, including the grouping, because the kernels of update_kernels.cpp
-// trust them. Segments longer than kChunkLookups are summed in chunks first, in parallel. Then the
-// threads process ranges of groups of equal cost.
+// The steps: (1) Check the arguments, including the grouping, because the kernels of
+// update_kernels.cpp trust them (GroupedGradient). (2) Sum segments longer than kChunkLookups in
+// chunks, in parallel (ChunkSums). (3) Process ranges of groups of equal cost, in parallel.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,17 +18,17 @@
 #include "core/parallel.h"
 #include "optim/check.h"
 #include "tbe/args.h"
-#include "tbe/check_located.h"
 #include "tbe/entries.h"
 
 namespace emb {
 
-EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
+EMB_SELECT_KERNELS(UpdateKernels, kUpdateKernels, update_kernels)
 
 namespace {
 
 constexpr int64_t kGroupGrain = 512;  // grain of parallel_balanced, in the cost of parallel_groups
-constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
+// Groups of sum_row_grads between the prefetch of a gradient and its use.
+constexpr int64_t kGroupsAhead = 16;
 
 // The unit of scratch memory. It is aligned to cache lines, so that no vector of 64 bytes touches
 // two lines.
@@ -37,25 +37,33 @@ struct alignas(kCacheLineBytes) CacheLine {
   float values[kLineFloats];
 };
 
-// If the gradient of a batch has at most this many bytes, an update does not prefetch it. It is in
-// the caches anyway, most of it in the core's private caches, because every lookup of a bag uses
-// the bag's gradient. Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per
-// bag, and saved 2 to 7 % at 2 MB.
-constexpr int64_t kCacheBytes = int64_t{3} << 19;
+// If the gradient of a batch has at most this many bytes (1.5 MiB), an update does not prefetch it.
+// It is in the caches anyway, most of it in the core's private caches, because every lookup of a
+// bag uses the bag's gradient. Prefetching cost 8 % of the time of an update at 1.3 MB with 20
+// lookups per bag, and saved 2 to 7 % at 2 MB.
+constexpr int64_t kMaxUnprefetchedBytes = int64_t{3} << 19;
 
-// The gradient and the grouping of a batch, checked and converted for the kernels. `args` points
-// into the tensors of this object and into `bag_layout`, which the op's caller keeps alive. The
-// constructor checks the grouping. `set_pooling` checks what depends on the pooling, and sets
-// `columns`; call it before `args` and feature_columns.
+// Return the feature of sorted lookup j.
+const Feature& feature_of(const GradArgs& args, int64_t j) {
+  const int32_t bag = args.sorted_bags[j];
+  return args.features[args.bag_layout != nullptr
+                           ? args.bag_layout[bag].feature
+                           : args.bags_per_feature.quotient(static_cast<uint32_t>(bag))];
+}
+
+// The gradient and the grouping of a batch, checked and converted for the kernels. Use: construct,
+// which checks the grouping; set_pooling, which checks what depends on the pooling; then the other
+// functions. The result of `args` points into the tensors of this object and into `bag_layout`,
+// which the op's caller keeps alive.
 struct GroupedGradient {
-  Tensor grad, features, segments, lookups, bags, offsets;
+  Tensor grad, features, segments, sorted_lookups, sorted_bags, offsets;
   std::optional<Tensor> sample_weights;
   Floats bag_scale;         // [bags] for the mean, else null: see GradArgs
   const BagLayout* layout;  // [bags] of a variable batch; null for a fixed one
   int64_t num_groups, num_lookups, num_bags;
-  int64_t batch;    // bags per feature, 0 in a variable batch
-  int64_t columns;  // of a row of `grad`, or of all rows in a variable batch
-  Dtype type;
+  int64_t bags_per_feature;  // 0 in a variable batch
+  int64_t output_dim;        // columns of `grad`; with pooling in a variable batch its elements
+  Dtype grad_type;
   Pooling pooling;
 
   GroupedGradient(const char* op, const Tensor& grad_in, const Tensor& features_in,
@@ -64,11 +72,11 @@ struct GroupedGradient {
       : grad(with_adjacent_columns(grad_in)),
         features(features_in),
         segments(groups.segments),
-        lookups(groups.sorted_lookups),
-        bags(groups.sorted_bags),
+        sorted_lookups(groups.sorted_lookups),
+        sorted_bags(groups.sorted_bags),
         offsets(as_contiguous(offsets_in)) {
     check_features(op, features);
-    type = float_dtype(op, "grad", grad.scalar_type());
+    grad_type = float_dtype(op, "grad", grad.scalar_type());
     for (const Tensor* tensor :
          {&groups.segments, &groups.sorted_lookups, &groups.sorted_bags, &groups.num_groups}) {
       check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
@@ -76,27 +84,27 @@ struct GroupedGradient {
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
     }
     check_index_vector(op, "offsets", offsets);
-    num_lookups = lookups.numel();
+    num_lookups = sorted_lookups.numel();
     layout = bag_layout ? check_bag_layout(op, *bag_layout, offsets) : nullptr;
-    batch = layout != nullptr ? 0 : batch_size(op, features.size(0), offsets);
+    bags_per_feature = layout != nullptr ? 0 : batch_size(op, features.size(0), offsets);
     num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
     check_grouping(op, groups.rows, groups.num_groups);
   }
 
   // Set num_groups. Throws unless the sizes of the tensors match, segments ascend and are not
-  // empty, and lookups and bags are in range: the kernels trust these. The values of `rows` are not
-  // read. This costs little: it reads up to 12 bytes per lookup, compared to gradients of hundreds
-  // of bytes.
+  // empty, and sorted lookups and bags are in range: the kernels trust these. The values of `rows`
+  // are not read. This costs little: it reads up to 12 bytes per lookup, compared to gradients of
+  // hundreds of bytes.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
     bool is_valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
-                    bags.numel() == num_lookups && count.numel() == 1;
+                    sorted_bags.numel() == num_lookups && count.numel() == 1;
     num_groups = is_valid ? *count.const_data_ptr<int32_t>() : 0;
     is_valid = is_valid && num_groups >= 0 && num_groups <= num_lookups;
     if (is_valid) {
       const auto last_bag = static_cast<int32_t>(num_bags) - 1;
       const int32_t *segment = segments.const_data_ptr<int32_t>(),
-                    *bag = bags.const_data_ptr<int32_t>(),
-                    *lookup = lookups.const_data_ptr<int32_t>();
+                    *bag = sorted_bags.const_data_ptr<int32_t>(),
+                    *lookup = sorted_lookups.const_data_ptr<int32_t>();
       const auto n = static_cast<int32_t>(num_lookups), num_grouped = segment[num_groups];
       int32_t sign_bits = segment[0] | num_grouped | (n - num_grouped);
       for (int64_t i = 0; i < num_groups; ++i) {
@@ -113,16 +121,16 @@ struct GroupedGradient {
                     "tbe_group for these features and offsets");
   }
 
-  // Set the pooling, the sample weights, the bag scale and `columns`. Throws unless `code` is a
-  // code of Pooling, `weights` are float32 [L] or null, the gradient has the shape of the output,
-  // and in a variable batch the output rows of `bag_layout` lie inside it.
+  // Set `pooling`, sample_weights, bag_scale and output_dim. Throws unless `code` is a code of
+  // Pooling, `weights` are float32 [L] or null, the gradient has the shape of the output, and in a
+  // variable batch the output rows of `bag_layout` lie inside it.
   void set_pooling(const char* op, int64_t code, const std::optional<Tensor>& weights,
                    const std::optional<Tensor>& bag_layout) {
     pooling = parse_pooling(op, code);
-    check_sample_weights(op, weights, lookups);
+    check_sample_weights(op, weights, sorted_lookups);
     if (weights) sample_weights = as_contiguous(*weights);
     check_shape(op);
-    if (layout != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
+    if (layout != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, output_dim);
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), num_bags, num_lookups};
       bag_scale = new_floats(ranges.num_bags);
@@ -133,67 +141,63 @@ struct GroupedGradient {
     }
   }
 
-  // Check the shape of the gradient and set `columns`.
+  // Check the shape of the gradient and set output_dim.
   void check_shape(const char* op) {
     if (layout != nullptr && pooling != Pooling::kNone) {
-      columns = check_pooled_grad(op, grad, true);
+      output_dim = check_pooled_grad(op, grad, true);
       return;
     }
-    STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must be [B, columns] or, for none, [L, D], got ",
-                    grad.dim(), " dimensions");
-    const int64_t num_rows = pooling == Pooling::kNone ? num_lookups : batch;
+    STD_TORCH_CHECK(grad.dim() == 2, op,
+                    ": grad must be [B, output_dim] or, for none, [L, D], got ", grad.dim(),
+                    " dimensions");
+    const int64_t num_rows = pooling == Pooling::kNone ? num_lookups : bags_per_feature;
     STD_TORCH_CHECK(grad.size(0) == num_rows, op, ": grad must have ", num_rows,
                     " rows for pooling ", kPoolings[static_cast<int>(pooling)], ", got ",
                     grad.size(0));
-    columns = grad.size(1);
+    output_dim = grad.size(1);
   }
 
   // Return the number of columns within which the columns of each feature must lie, for
   // check_feature_ranges; unlimited in a variable batch, because set_pooling has checked
   // bag_layout.
   int64_t feature_columns() const {
-    return layout != nullptr && pooling != Pooling::kNone ? kUnlimited : columns;
+    return layout != nullptr && pooling != Pooling::kNone ? kUnlimited : output_dim;
   }
 
   GradArgs args() const {
     return {grad.const_data_ptr(),
             row_stride(grad),
-            type,
+            grad_type,
             feature_array(features),
             layout,
-            static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
+            static_cast<uint32_t>(std::max<int64_t>(bags_per_feature, 1)),
             segments.const_data_ptr<int32_t>(),
-            lookups.const_data_ptr<int32_t>(),
-            bags.const_data_ptr<int32_t>(),
+            sorted_lookups.const_data_ptr<int32_t>(),
+            sorted_bags.const_data_ptr<int32_t>(),
             bag_scale.get(),
             sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
             pooling == Pooling::kNone,
-            grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
+            grad.numel() * static_cast<int64_t>(grad.element_size()) > kMaxUnprefetchedBytes};
   }
 
   // Throws unless the lookups of each group are of tables of one dim, and the table of the first
-  // lookup has rows and, if `rows` is not null, row rows[group]. If all tables have rows and one
-  // dim, nothing is checked, because then no access can be outside a table: kernels use the table's
-  // first row instead of a row outside the table.
+  // lookup has rows and, if `rows`, [num_groups], is not null, row rows[group]. If all tables have
+  // rows and one dim, nothing is checked, because then no access can be outside a table: kernels
+  // use the table's first row instead of a row outside the table.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
     bool has_one_dim = true;  // all tables have rows, and one dim
     for (int64_t f = 0; f < features.size(0); ++f) {
       has_one_dim = has_one_dim && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
     }
-    const auto feature_of = [&](int32_t j) -> const Feature& {
-      const int32_t bag = args.sorted_bags[j];
-      return feature[layout != nullptr ? layout[bag].feature
-                                       : args.batch.quotient(static_cast<uint32_t>(bag))];
-    };
     for (int64_t group = 0; !has_one_dim && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
-      const Feature& first = feature_of(begin);
+      const Feature& first = feature_of(args, begin);
       const bool has_row = rows == nullptr || (rows[group] >= first.row_base &&
                                                rows[group] - first.row_base < first.rows);
       bool is_valid = first.rows > 0 && has_row;
       for (int32_t j = begin + 1; j < end; ++j)
-        is_valid = is_valid && feature_of(j).dim == feature_of(begin).dim;
+        is_valid = is_valid && feature_of(args, j).dim == first.dim;
       STD_TORCH_CHECK(is_valid, op, ": group ", group,
                       " has lookups of an empty table, of another table ",
                       "than its row, or of tables of several dims; pass what tbe_group returns for "
@@ -212,17 +216,8 @@ struct GroupedGradient {
   }
 };
 
-// Return the dim of the table of sorted lookup j.
-int64_t dim_of(const GradArgs& args, int64_t j) {
-  const int64_t bag = args.sorted_bags[j];
-  const int64_t feature = args.bag_layout != nullptr
-                              ? args.bag_layout[bag].feature
-                              : args.batch.quotient(static_cast<uint32_t>(bag));
-  return args.features[feature].dim;
-}
-
-// The chunk sums of all segments longer than kChunkLookups, which the constructor computes with all
-// threads, so that one hot row is not the work of a single thread. No group may have more than
+// The chunk sums of all segments longer than kChunkLookups. The constructor computes them with all
+// threads, so that one hot row is not the work of a single thread; no group may have more than
 // `dim` columns.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunks = {0};
@@ -243,7 +238,7 @@ struct ChunkSums {
                         first_chunks.begin() - 1;
       const int64_t begin = args.segments[groups[i]] + (chunk - first_chunks[i]) * kChunkLookups;
       const int64_t end = std::min<int64_t>(begin + kChunkLookups, args.segments[groups[i] + 1]);
-      sum(args, begin, end, dim_of(args, begin), sums.get() + chunk * stride);
+      sum(args, begin, end, feature_of(args, begin).dim, sums.get() + chunk * stride);
     });
   }
 
@@ -263,8 +258,9 @@ void parallel_groups(const GradArgs& args, int64_t num_groups, const Body& body)
   parallel_balanced(num_groups, kGroupGrain, cost, body);
 }
 
-// Prefetch the gradient, `dim` columns, of the first lookup of a group; only for a fixed batch. The
-// function is inlined because the compiler drops calls of functions that only prefetch.
+// Prefetch the gradient, `dim` columns, of the first lookup of a group of a fixed batch. The
+// function is EMB_HD, and so inlined, because the compiler drops calls of functions that only
+// prefetch.
 EMB_HD void prefetch_first_grad(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t j = args.segments[group];
   int64_t element = 0;
@@ -272,9 +268,9 @@ EMB_HD void prefetch_first_grad(const GradArgs& args, int64_t group, int64_t dim
     element = args.sorted_lookups[j] * args.grad_stride;
   } else {
     const int64_t bag = args.sorted_bags[j];
-    const int64_t feature = args.batch.quotient(static_cast<uint32_t>(bag));
-    element =
-        (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
+    const int64_t feature = args.bags_per_feature.quotient(static_cast<uint32_t>(bag));
+    element = (bag - feature * args.bags_per_feature.value()) * args.grad_stride +
+              args.features[feature].column;
   }
   const char* row = static_cast<const char*>(args.grad) + element * args.element_size();
   for (int64_t i = 0; i < dim * args.element_size(); i += kCacheLineBytes)
@@ -300,7 +296,7 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   }
   UpdateArgs args(gradient.args());
   gradient.check_groups(op, args.grads, nullptr);
-  const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
+  const SumFn sum = update_kernels().sum[static_cast<int>(gradient.grad_type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.long_segments = chunks.view();
   // With at most two lookups per bag a gradient is read once or twice, so that it is not yet in the
@@ -308,11 +304,11 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   const bool prefetches = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
   parallel_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
-      const int64_t columns = dim_of(args.grads, args.grads.segments[group]);
+      const int64_t row_dim = feature_of(args.grads, args.grads.segments[group]).dim;
       if (prefetches && group + kGroupsAhead < end) {
-        prefetch_first_grad(args.grads, group + kGroupsAhead, columns);
+        prefetch_first_grad(args.grads, group + kGroupsAhead, row_dim);
       }
-      update_table().segment_sum(args, sum, group, columns, out + group * dim);
+      update_kernels().segment_sum(args, sum, group, row_dim, out + group * dim);
     }
   });
 }
@@ -321,8 +317,8 @@ namespace {
 
 // Return the gradient of each unique row, float32 [L, dim]: row g is that of group g. Rows after
 // the last group, and columns beyond the dim of a group's table, are unspecified. `rows` to `count`
-// are the grouping that tbe_group returned for these features and offsets. `grad` is [B, columns],
-// with bag_layout [columns], without pooling [L, D].
+// are the grouping that tbe_group returned for these features and offsets. `grad` is
+// [B, output_dim], with pooling and bag_layout [output_dim], without pooling [L, D].
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -351,7 +347,7 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
 
 // Return the tables that have rows, by ascending rows, each once. Return none if rows may be in a
 // cache (`has_cache`), or if features disagree about the memory of a table: then
-// UpdateTable::update must locate every row by its first lookup.
+// UpdateKernels::update must locate every row by its first lookup.
 std::vector<TableSpan> table_spans(const GroupedGradient& gradient, bool has_cache) {
   std::vector<TableSpan> spans;
   if (has_cache) return spans;
@@ -402,11 +398,12 @@ bool groups_follow_tables(const int64_t* rows, int64_t num_groups,
 // Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
 // optimizer to it.
 //   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; written
-//   hyper            float64 [..], read only: the caller has counted the step
+//   hyper            float64, see Hyper; read only: the caller has counted the step
 //   optimizer        the number of an optimizer, see optim/optimizers.h
 //   rows..count      the grouping that tbe_group returned for these features and offsets
 //   row_slots        int32 [U or more] cache slot of each unique row; null: nothing is cached
-//   grad             [B, columns], with bag_layout [columns], without pooling [L, D]
+//   grad             [B, output_dim], with pooling and bag_layout [output_dim], without pooling
+//                    [L, D]
 // Throws for a grouping that does not fit the other arguments. A wrong grouping that passes the
 // checks updates wrong rows, but leads to no access outside the tensors.
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
@@ -436,10 +433,10 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   if (!groups_follow_tables(args.rows, gradient.num_groups, tables)) tables.clear();
   args.tables = tables.data();
   args.num_tables = static_cast<int64_t>(tables.size());
-  const UpdateTable& kernels = update_table();
-  const UpdateFn update =
-      (tables.empty() ? kernels.update : kernels.update_tables)(static_cast<int>(optimizer));
-  const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
+  const UpdateKernels& kernels = update_kernels();
+  const auto find = tables.empty() ? kernels.find_update : kernels.find_update_by_table;
+  const UpdateFn update = find(static_cast<int>(optimizer));
+  const SumFn sum = kernels.sum[static_cast<int>(gradient.grad_type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.long_segments = chunks.view();
   parallel_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {

@@ -3,7 +3,7 @@
 // scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, with these
 // differences: the contents of device tensors are trusted, row_slots must be [L], `located` must
 // have row_slots and as many lookups as `indices`, and `is_finite` is read on the device. No op
-// waits for the device.
+// waits for the device. L is the number of lookups.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -13,7 +13,6 @@
 #include "core/device_arrays.h"
 #include "core/launch.h"
 #include "optim/device_states.h"
-#include "tbe/check_located.h"
 #include "tbe/entries.h"
 #include "tbe/grouping.h"
 #include "tbe/update.cuh"
@@ -23,7 +22,8 @@ namespace {
 
 // The checked arguments of a backward op. `args_` points into tensors of this object and of the
 // op's caller. Use: construct; set_groups; set_slots if rows may be in a cache, or
-// set_result_stride without an optimizer; then one of the three functions that launch.
+// set_result_stride without an optimizer; then launch_and_count, allocate_and_launch, or
+// add_scratch and launch.
 class BackwardCall {
  public:
   // Check the arguments and set all members except those of the groups. `lookups` has one entry per
@@ -61,7 +61,7 @@ class BackwardCall {
   }
 
   // Set the groups. Throws unless the tensors have the dtypes and sizes of a grouping of as many
-  // lookups as the object has, and are on one device. The second overload checks nothing.
+  // lookups as this object has, and are on one device. The second overload checks nothing.
   void set_groups(const char* op, const Grouping& groups) {
     check_groups(op, groups);
     STD_TORCH_CHECK(groups.sorted_lookups.numel() == args_.num_lookups, op,
@@ -97,7 +97,7 @@ class BackwardCall {
   void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
   // Reserve the scratch of `launch`. Then call scratch->allocate(), which writes the addresses into
-  // this object, so that it must not move in between.
+  // this object: the object must not move in between. Without chunk slots nothing is reserved.
   void add_scratch(DeviceArrays* scratch) {
     const int64_t num_slots = num_chunk_slots(args_.num_lookups);
     if (num_slots == 0) return;
@@ -105,12 +105,13 @@ class BackwardCall {
     scratch->add(&args_.chunk_tasks, num_slots);
   }
 
-  // Launch the update, in scratch that add_scratch reserved. Does not count the step.
+  // Launch the update, in scratch that add_scratch reserved. The grouping must have counted the
+  // step.
   void launch(const CudaLauncher& launcher, const OptimizerStepArgs& optimizer) {
     launch_update(launcher, args_, optimizer, mean_dim_);
   }
 
-  // Allocate scratch and launch the update. Does not count the step.
+  // Allocate scratch and launch the update, which does not count the step.
   void allocate_and_launch(const CudaLauncher& launcher, const OptimizerStepArgs& optimizer) {
     DeviceArrays scratch;
     add_scratch(&scratch);
@@ -121,12 +122,12 @@ class BackwardCall {
   // Allocate scratch, launch the update, and count the step; the grouping must not have counted it.
   void launch_and_count(const CudaLauncher& launcher, const OptimizerStepArgs& optimizer,
                         const StepCount& count) {
-    int32_t* num_updated = nullptr;
+    int32_t* num_groups_to_update = nullptr;
     DeviceArrays scratch;
-    scratch.add(&num_updated, 1);
+    scratch.add(&num_groups_to_update, 1);
     add_scratch(&scratch);
     scratch.allocate(grad_);
-    launch_update(launcher, args_, optimizer, mean_dim_, count, num_updated);
+    launch_update(launcher, args_, optimizer, mean_dim_, count, num_groups_to_update);
   }
 
  private:
@@ -144,8 +145,9 @@ class BackwardCall {
   // lookups are summed in chunks.
   void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool is_variable) {
     const bool is_pooled = args_.pooling != Pooling::kNone;
-    const int64_t rows_per_sample = is_variable ? num_bags : num_features;  // of all, if variable
-    const int64_t num_rows = is_pooled ? rows_per_sample : 1;
+    // The gradients of rows among which `columns` are divided.
+    const int64_t num_pooled_rows = is_variable ? num_bags : num_features;
+    const int64_t num_rows = is_pooled ? num_pooled_rows : 1;
     mean_dim_ = num_rows > 0 ? (columns + num_rows - 1) / num_rows : columns;
     const int64_t max_dim =
         is_pooled && is_variable ? std::min(columns, kMaxVariableColumns) : columns;
@@ -183,10 +185,11 @@ class BackwardCall {
 // Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
 // optimizer to it.
 //   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; written
-//   hyper            float64 [..], read only: the caller has counted the step
+//   hyper            float64, see Hyper; read only: the caller has counted the step
 //   rows..count      the grouping that tbe_group returned for these features and offsets
 //   row_slots        int32 [L] cache slot of each unique row; null: nothing is cached
-//   grad             [B, columns], with bag_layout [columns], without pooling [L, D]
+//   grad             [B, output_dim], with pooling and bag_layout [output_dim], without pooling
+//                    [L, D]
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
                  const Tensor& segments, const Tensor& lookups, const Tensor& bags,
@@ -226,7 +229,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
   const CudaLauncher launcher(grad);
   if (located) {
-    check_located(op, *located);
+    check_located(op, *located, /*needs_slots=*/true);
     const std::vector<Tensor>& groups = *located;
     backward.set_groups(op, {groups[kGroupRows], groups[kGroupSegments], groups[kGroupLookups],
                              groups[kGroupBags], groups[kGroupCount]});
@@ -266,7 +269,8 @@ void sum_row_grads(BackwardCall* backward, const Tensor& grad, int64_t dim, floa
 }
 
 // Return the gradient of each unique row, float32 [L, dim]: row g is that of group g. Other rows,
-// and columns beyond the dim of a group's table, are 0. That no dim exceeds `dim` is not checked.
+// and columns beyond the dim of a group's table, are 0. No feature may have more than `dim`
+// columns; not checked.
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,

@@ -1,10 +1,10 @@
-// Backward of table-batched embeddings on one CPU thread: the functions of UpdateTable
+// Backward of table-batched embeddings on one CPU thread: the functions of UpdateKernels
 // (tbe/args.h). The gradients of a unique row are summed in registers, then the optimizer reads and
 // writes the row once. As in the forward, most of the time is cache misses on random rows, so the
 // rows of the next groups are prefetched for writing.
 //
-// A group is the lookups of one unique row. There are two drivers with the same results. `update`
-// locates each row by its first lookup, and works for any tables. `update_tables` processes the
+// A group is the lookups of one unique row. There are two kernels with the same results. `update`
+// locates each row by its first lookup, and works for any tables. `update_by_table` processes the
 // groups table by table, which needs less computation per row. It requires args.tables: tables
 // without a cache, for which all features agree about the memory.
 #include "optim/optimizer_step_cpu.h"
@@ -14,8 +14,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// The number of lookups at the beginning of a group whose gradients are prefetched before the group
-// is summed.
+// The number of lookups at the beginning of a group whose gradients `update` prefetches before it
+// sums the group.
 constexpr int64_t kFirstGradsAhead = 4;
 // Cache lines of gradients in flight while a group is summed.
 constexpr int64_t kGradLinesAhead = 32;
@@ -23,16 +23,17 @@ constexpr int64_t kGradLinesAhead = 32;
 // Return the feature of a bag.
 EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
   return args.bag_layout != nullptr ? args.bag_layout[bag].feature
-                                    : args.batch.quotient(static_cast<uint32_t>(bag));
+                                    : args.bags_per_feature.quotient(static_cast<uint32_t>(bag));
 }
 
-// Return the first element, in args.grad, of the gradient of sorted lookup j.
+// Return the index in args.grad of the first element of the gradient of sorted lookup j.
 EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   if (args.is_unpooled) return args.sorted_lookups[j] * args.grad_stride;
   const int64_t bag = args.sorted_bags[j];
   if (args.bag_layout != nullptr) return args.bag_layout[bag].element;
-  const int64_t feature = args.batch.quotient(static_cast<uint32_t>(bag));
-  return (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
+  const int64_t feature = args.bags_per_feature.quotient(static_cast<uint32_t>(bag));
+  return (bag - feature * args.bags_per_feature.value()) * args.grad_stride +
+         args.features[feature].column;
 }
 
 // Return the factor of the gradient of sorted lookup j: its sample weight (1 without sample
@@ -42,8 +43,8 @@ EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
   return args.sample_weights ? scale * args.sample_weights[args.sorted_lookups[j]] : scale;
 }
 
-// Write columns [column, column + kVectors * kLanes) of the sum of the scaled gradients of sorted
-// lookups [begin, end) to `sum`, which begins with column 0.
+// Write columns [column, column + kVectors * kLanes) of the sum of the gradients of sorted lookups
+// [begin, end), times their factors, to `sum`, which begins with column 0.
 template <int kVectors, class G>
 EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
                       float* sum) {
@@ -87,8 +88,7 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
   store_first(sum + column, total, remaining);
 }
 
-// UpdateTable::segment_sum: write the sum of the scaled gradients of a group to sum[0, dim). If the
-// group is longer than kChunkLookups, add its chunk sums in args.long_segments, else its gradients.
+// UpdateKernels::segment_sum.
 void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t dim, float* sum) {
   const int64_t begin = args.grads.segments[group], end = args.grads.segments[group + 1];
   if (end - begin <= kChunkLookups) return sum_fn(args.grads, begin, end, dim, sum);
@@ -124,11 +124,11 @@ struct RowUpdate {
   int64_t id, dim;          // linear row id, columns
   RowViews views;           // gradient, weights and states as floats
   float sums[kMaxRowSums];  // the optimizer's sums over the row
-  RowFactors factors;       // of the row, from Opt::begin_row
+  RowFactors factors;       // from Opt::begin_row
 };
 
-// Set tier, location, id and dim of the row of a group. The features of its lookups read the same
-// table; this uses that of the first lookup.
+// Set tier, location, id and dim of the row of a group. The features of its lookups must read the
+// same table; this uses the feature of the first lookup.
 EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   const int64_t bag = args.grads.sorted_bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
@@ -274,7 +274,7 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t max_di
 constexpr int64_t kLinesAhead = 32;
 
 // The update of the groups of one table. kDim is the table's dim if it is known when compiling,
-// else 0. kNarrow: weights or stepped states are stored in 16 bits.
+// else 0. kNarrow says that weights or states of Opt may be stored in 16 bits.
 template <class Opt, int kDim, bool kNarrow>
 struct TableUpdate {
   const UpdateArgs& args;
@@ -308,15 +308,15 @@ struct TableUpdate {
     int64_t num_lines = num_lines_of(tier.weight_type);  // of weights, then also of states
     for (int s = 0; s < Opt::kSteppedStates; ++s) num_lines += num_lines_of(tier.state_types[s]);
     const int64_t num_groups = kLinesAhead / num_lines,
-                  num_lookups = kGradLinesAhead / num_lines_of(grads.type);
+                  num_lookups = kGradLinesAhead / num_lines_of(grads.grad_type);
     groups_ahead = num_groups < kMinGroupsAhead ? kMinGroupsAhead : num_groups;
     grads_ahead = num_lookups < kMinGradsAhead ? kMinGradsAhead : num_lookups;
     last_lookup = grads.segments[end] - 1;
     is_unscaled = grads.bag_scale == nullptr && grads.sample_weights == nullptr;
-    reads_in_place = is_unscaled && grads.type == Dtype::kFloat && decay.l2 == 0.0f;
+    reads_in_place = is_unscaled && grads.grad_type == Dtype::kFloat && decay.l2 == 0.0f;
     grad = nullptr;
     if (table.feature >= 0 && !grads.is_unpooled && grads.bag_layout == nullptr) {
-      first_bag = table.feature * grads.batch.value();
+      first_bag = table.feature * grads.bags_per_feature.value();
       stride = grads.grad_stride * grads.element_size();
       grad = static_cast<const char*>(grads.grad) +
              grads.features[table.feature].column * grads.element_size();
@@ -344,7 +344,7 @@ struct TableUpdate {
     if (grad != nullptr) {
       const int64_t bag = args.grads.sorted_bags[j] - first_bag;
       const bool is_in_feature =
-          static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch.value());
+          static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.bags_per_feature.value());
       return grad + (is_in_feature ? bag : 0) * stride;
     }
     const int64_t offset = grad_offset(args.grads, j);
@@ -400,7 +400,7 @@ struct TableUpdate {
       prefetch_grad(begin + grads_ahead);
       views.gradient = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
     } else {
-      const Dtype type = args.grads.type;
+      const Dtype type = args.grads.grad_type;
       if (kDim > 0 && is_unscaled && type == Dtype::kFloat && stop - begin <= kChunkLookups) {
         sum_unscaled(begin, stop, scratch);
       } else if (is_unscaled && type != Dtype::kFloat && stop - begin == 1) {
@@ -507,8 +507,8 @@ void update_table(const UpdateArgs& args, const TableSpan& table, SumFn sum_fn, 
 // to a table, and the groups must follow the order of the tables. Within a table they may have any
 // order, as those of hash_insert_batch_ do.
 template <class Opt>
-void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
-                   int64_t end) {
+void update_by_table(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
+                     int64_t end) {
   while (begin < end) {
     const int64_t row = args.rows[begin];
     int64_t t = 0;  // the last table that does not begin after the row
@@ -530,11 +530,12 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
   }
 }
 
-// The instances of update_tables and of update for an optimizer; null if none has this number.
-UpdateFn find_update_tables(int optimizer) {
+// Return the instance of update_by_table, or of update, for an optimizer; null if no optimizer has
+// this number.
+UpdateFn find_update_by_table(int optimizer) {
   UpdateFn kernel = nullptr;
   Optimizers::visit(optimizer,
-                    [&](auto tag) { kernel = update_tables<typename decltype(tag)::type>; });
+                    [&](auto tag) { kernel = update_by_table<typename decltype(tag)::type>; });
   return kernel;
 }
 
@@ -544,16 +545,14 @@ UpdateFn find_update(int optimizer) {
   return kernel;
 }
 
-constexpr UpdateTable make_table() {
-  return {{sum_lookups<float>, sum_lookups<half16>, sum_lookups<bfloat16>},
-          find_update,
-          find_update_tables,
-          segment_sum};
-}
-
 }  // namespace
 
-extern const UpdateTable kUpdateTable;
-const UpdateTable kUpdateTable = make_table();
+extern const UpdateKernels kUpdateKernels;
+const UpdateKernels kUpdateKernels = {
+    .sum = {sum_lookups<float>, sum_lookups<half16>, sum_lookups<bfloat16>},
+    .find_update = find_update,
+    .find_update_by_table = find_update_by_table,
+    .segment_sum = segment_sum,
+};
 
 }  // namespace emb::EMB_ISA

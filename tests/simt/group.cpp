@@ -76,7 +76,7 @@ extern "C" const char* simt_group(const int64_t* call) {
 extern "C" const char* simt_tbe_group(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    LookupKeys in{};
+    KeySource in{};
     in.features = words.pointer<const emb::Feature>();
     in.indices = words.indices();
     in.bags.offsets = words.indices();
