@@ -302,12 +302,13 @@ inline int64_t row_stride(const Tensor& rows) {
   return rows.dim() == 2 ? rows.stride(0) : rows.numel();
 }
 
-// Return a view of a contiguous vector of int32 or int64.
+// Return a view of a contiguous vector of int32 or int64, which must outlive the view.
 inline IndexArray index_array(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == ScalarType::Long};
 }
 
-// Return the rows of a `features` tensor that check_features has accepted.
+// Return the rows of a `features` tensor that check_features has accepted. They are in the memory
+// of the tensor.
 inline const Feature* feature_array(const Tensor& features) {
   return static_cast<const Feature*>(features.const_data_ptr());
 }

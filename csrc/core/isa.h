@@ -52,10 +52,11 @@ inline Isa cpu_isa() {
   return isa;
 }
 
-// Return the instance, among three, that was compiled for cpu_isa(). `Table` is a struct of
-// function pointers.
-template <class Table>
-const Table& select_table(const Table& baseline, const Table& avx2, const Table& avx512) {
+// Return the table, among three, whose kernels were compiled for cpu_isa(). `KernelTable` is a
+// struct of function pointers.
+template <class KernelTable>
+const KernelTable& select_table(const KernelTable& baseline, const KernelTable& avx2,
+                                const KernelTable& avx512) {
   switch (cpu_isa()) {
     case Isa::kAvx512:
       return avx512;
@@ -68,27 +69,26 @@ const Table& select_table(const Table& baseline, const Table& avx2, const Table&
 
 }  // namespace emb
 
-// Declare the instances of struct `Table` that are named `instance`, one per instruction set, and
-// define the function `function()`, which returns the one for this processor. Use it in namespace
-// emb.
+// Declare the constants `table` of struct `KernelTable`, one in the namespace of each instruction
+// set, and define `getter()`, which returns the one for this processor. Use it in namespace emb.
 #if defined(EMB_X86)
-#define EMB_SELECT_KERNELS(Table, instance, function)                          \
-  namespace baseline {                                                         \
-  extern const Table instance;                                                 \
-  }                                                                            \
-  namespace avx2 {                                                             \
-  extern const Table instance;                                                 \
-  }                                                                            \
-  namespace avx512 {                                                           \
-  extern const Table instance;                                                 \
-  }                                                                            \
-  [[maybe_unused]] static const Table& function() {                            \
-    return select_table(baseline::instance, avx2::instance, avx512::instance); \
+#define EMB_SELECT_KERNELS(KernelTable, table, getter)                \
+  namespace baseline {                                                \
+  extern const KernelTable table;                                     \
+  }                                                                   \
+  namespace avx2 {                                                    \
+  extern const KernelTable table;                                     \
+  }                                                                   \
+  namespace avx512 {                                                  \
+  extern const KernelTable table;                                     \
+  }                                                                   \
+  [[maybe_unused]] static const KernelTable& getter() {               \
+    return select_table(baseline::table, avx2::table, avx512::table); \
   }
 #else
-#define EMB_SELECT_KERNELS(Table, instance, function) \
-  namespace baseline {                                \
-  extern const Table instance;                        \
-  }                                                   \
-  [[maybe_unused]] static const Table& function() { return baseline::instance; }
+#define EMB_SELECT_KERNELS(KernelTable, table, getter) \
+  namespace baseline {                                 \
+  extern const KernelTable table;                      \
+  }                                                    \
+  [[maybe_unused]] static const KernelTable& getter() { return baseline::table; }
 #endif

@@ -1,5 +1,5 @@
 // Counting and moving the ids of a range of bags of one feature on one CPU thread: the functions of
-// RouteTable (route/args.h).
+// RouteTable (route/args.h), count_ids and move_ids.
 //
 // Most of the work is to find the block of each id. With few blocks, an id is compared with the
 // start of every block, which vectorises. With many blocks of equal size, of which the last may be
@@ -45,17 +45,18 @@ struct FeatureRoute {
   const RouteFeature& feature;
   const RouteBlock* blocks;
   const Routing& routing;
-  int64_t begin, end;  // bags, relative to the first of the feature
-  // If all blocks have equal size, their rows, for find_in_equal_blocks; else 0.
+  int64_t first_bag, end_bag;  // of the range, counted from the first bag of the feature
+  // The number of rows per block if all blocks have equal size and find_in_equal_blocks is used;
+  // else 0.
   int64_t rows_per_block;
 
-  // Bags [first, last) of the batch, all of feature f.
-  FeatureRoute(const Routing& batch_routing, int64_t f, int64_t first, int64_t last)
+  // The range is bags [begin, end) of the batch, all of feature f.
+  FeatureRoute(const Routing& batch_routing, int64_t f, int64_t begin, int64_t end)
       : feature(batch_routing.features[f]),
         blocks(batch_routing.blocks + feature.first_block),
         routing(batch_routing),
-        begin(first - batch_routing.first_bags[f]),
-        end(last - batch_routing.first_bags[f]),
+        first_bag(begin - batch_routing.first_bags[f]),
+        end_bag(end - batch_routing.first_bags[f]),
         rows_per_block(has_few_blocks() || feature.rule == RouteRule::kByKey ||
                                feature.num_rows > kMaxExactRows
                            ? 0
@@ -76,7 +77,7 @@ struct FeatureRoute {
   }
   // Return the output bag of the range's first bag, for copy `copy` of block k.
   int64_t output_bag(int64_t k, int64_t copy) const {
-    return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
+    return routing.units[routing.copies[blocks[k].first_copy + copy]] + first_bag;
   }
 };
 
@@ -259,9 +260,9 @@ bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
-// The RouteFn that counts.
+// The RouteFn that counts; I is the dtype of ids and lengths.
 template <class I>
-bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
+bool count_ids(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const FeatureRoute route(args.routing, f, begin, end);
   const int64_t num_blocks = route.feature.num_blocks, num_bags = end - begin;
   if (num_blocks == 0) return true;
@@ -289,9 +290,9 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   return true;
 }
 
-// The outputs of each block's first copy: its ids are written to [start, end), the next id to
-// `cursor`. The arrays, with one entry per block, are the kRouteScratchPerBlock arrays of
-// args.scratch.
+// Where the ids of each block's first copy are written in the outputs: block k to positions
+// [start[k], end[k]), its next id to cursor[k]. The arrays, [num_blocks] of the feature, are in
+// args.scratch; kRouteScratchPerBlock is their number.
 struct WriteCursors {
   int64_t *cursor, *end, *start;
 
@@ -307,7 +308,7 @@ struct WriteCursors {
       for (int64_t copy = 0; copy < route.blocks[k].num_copies; ++copy) {
         const int64_t output_bag = route.output_bag(k, copy);
         const int64_t first = args.starts[output_bag];
-        const int64_t last = args.starts[output_bag + route.end - route.begin];
+        const int64_t last = args.starts[output_bag + route.end_bag - route.first_bag];
         if (first < 0 || last < first || last > args.num_output_ids) return false;
         if (copy > 0 && last - first != end[k] - start[k]) return false;
         if (copy == 0) {
@@ -370,9 +371,9 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCurso
   return true;
 }
 
-// The RouteFn that moves.
+// The RouteFn that moves; I is the dtype of ids.
 template <class I>
-bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
+bool move_ids(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const FeatureRoute route(args.routing, f, begin, end);
   const int64_t num_blocks = route.feature.num_blocks;
   if (num_blocks == 0) return true;
@@ -410,6 +411,7 @@ bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const RouteTable kRouteTable;
-const RouteTable kRouteTable = {{count<int32_t>, count<int64_t>}, {move<int32_t>, move<int64_t>}};
+const RouteTable kRouteTable = {{count_ids<int32_t>, count_ids<int64_t>},
+                                {move_ids<int32_t>, move_ids<int64_t>}};
 
 }  // namespace emb::EMB_ISA

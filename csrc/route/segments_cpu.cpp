@@ -53,10 +53,10 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   const char* op = "gather_segments";
   const SegmentInputs in(op, values, starts, order, total);
   const IndexArray start_array = index_array(in.starts);
-  const int64_t* segments = in.order.const_data_ptr<int64_t>();
+  const int64_t* output_segments = in.order.const_data_ptr<int64_t>();
   const int64_t num_output_segments = in.order.numel();
   const std::unique_ptr<int64_t[]> first_rows(new int64_t[num_output_segments + 1]);
-  write_first_rows(op, start_array, in.starts.numel() - 1, segments, num_output_segments,
+  write_first_rows(op, start_array, in.starts.numel() - 1, output_segments, num_output_segments,
                    in.values.size(0), first_rows.get());
   STD_TORCH_CHECK(first_rows[num_output_segments] == total, op,
                   ": total must be the rows of all segments of order, ",
@@ -72,7 +72,8 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
     for (int64_t row = begin; row < end; ++m) {
       const int64_t num_skipped = row - first_rows[m], n = std::min(end, first_rows[m + 1]) - row;
       copy_bytes(target + row * row_bytes,
-                 source + (start_array[segments[m]] + num_skipped) * row_bytes, n * row_bytes);
+                 source + (start_array[output_segments[m]] + num_skipped) * row_bytes,
+                 n * row_bytes);
       row += n;
     }
   };
