@@ -72,8 +72,8 @@ EMB_HD int64_t repair_index(int64_t index, int64_t rows) {
 }
 
 // The memory tiers of a module's weights; a value is the position in the list `weights` of an op.
-// Tensors of unused tiers are empty, and trailing ones are omitted. A row of a cached table is in
-// the cache tier while it has a cache slot, otherwise in the tier of its table.
+// Tensors of unused tiers are empty, and trailing ones may be omitted. A row of a cached table is
+// in the cache tier while it has a cache slot, otherwise in the tier of its table.
 enum Tier : int { kDeviceTier = 0, kHostTier = 1, kDiskTier = 2, kCacheTier = 3 };
 
 inline constexpr int kTiers = 4;

@@ -18,7 +18,8 @@ struct AdamMoments {
   float correction1;  // 1 / (1 - beta1^step), the factor of the first moment
   float correction2;  // 1 / sqrt(1 - beta2^step), the factor of the root of the second moment
 
-  // The bias corrections are computed in double: 1 - beta2^step loses all its digits in float.
+  // The bias corrections are computed in double: in float, 1 - beta2^step
+  // loses digits when beta2^step is near 1.
   EMB_HD explicit AdamMoments(const double* hyper)
       : lr(as_float(hyper[Hyper::kLearningRate])),
         beta1(as_float(hyper[kBeta1])),

@@ -1,5 +1,5 @@
 // `map_ids` on the GPU: check the arguments, allocate, launch. The contract is that of
-// index_cpu.cpp, except that the contents of `tables` are trusted.
+// index_cpu.cpp, except that the contents of `tables` and `bag_layout` are trusted.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

@@ -1,14 +1,15 @@
 // The repair of offsets on the CPU, then the checks that the lookup ops share (LookupInputs). Valid
-// offsets begin with 0, do not decrease, and end with L, the number of lookups. Repaired offsets
-// are int32, clamped to [0, L], do not decrease, and end with L. A branch-free loop finds out
-// whether offsets are valid, as they usually are; the repair runs only if they are not.
+// offsets begin with 0 (or after padding, see below), do not decrease, and end with L, the number
+// of lookups. Repaired offsets are int32, clamped to [0, L], do not decrease, and end with L. A
+// branch-free loop finds out whether offsets are valid, as they usually are; the repair runs only
+// if they are not.
 //
 // Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
 // padding: with it, batches of different sizes can have the shape of one captured step. Any other
-// index there is *lost*. In a fixed batch of one feature, a last offset below L probably means that
-// the caller's format omits the last offset, and the repair would put two bags into one. In both
-// cases the format is wrong rather than a single number, so the mode "warning" throws instead of
-// repairing. The mode "fatal" throws for every violation; "ignore" repairs all of them.
+// index there is *lost*. In a fixed batch of one feature, offsets that all are below L probably
+// mean that the caller's format omits the last offset, and the repair would put two bags into one.
+// In both cases the format is wrong rather than a single number, so the mode "warning" throws
+// instead of repairing. The mode "fatal" throws for every violation; "ignore" repairs all of them.
 #pragma once
 
 #include <algorithm>

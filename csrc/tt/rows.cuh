@@ -143,10 +143,11 @@ EMB_DEVICE void store_four(float* address, bool uses_vectors, const float (&x)[4
   for (int i = 0; i < 4; ++i) address[i] = x[i];
 }
 
-// This lane's row and column of a fragment, see core/mma.cuh.
+// This lane's row and column of a fragment, see core/mma.cuh. With lane_in_warp(), nvcc 13 spills
+// two registers of mma_left_grads_kernel<Tf32x3>.
 struct FragmentLane {
-  int row = lane_in_warp() / 4;
-  int column = lane_in_warp() % 4;
+  int row = static_cast<int>(threadIdx.x % simt::kWarpLanes) / 4;
+  int column = static_cast<int>(threadIdx.x % simt::kWarpLanes) % 4;
 };
 
 inline constexpr int kFragmentM = 16;  // left columns that a warp computes

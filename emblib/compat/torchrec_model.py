@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -195,6 +196,7 @@ class DataParallelWrapper(DDP):
 _ALLREDUCE_DTYPES = {None: None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@dataclass(frozen=True, init=False)
 class DefaultDataParallelWrapper(DataParallelWrapper):
     """Wrapper of the dense part: DistributedDataParallel with these options.
 
@@ -210,6 +212,8 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
     Raises:
         ValueError: `allreduce_comm_precision` has another value.
     """
+
+    params_to_ignore: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -235,8 +239,6 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         }
         super().__init__(options, _ALLREDUCE_DTYPES[allreduce_comm_precision])
         object.__setattr__(self, "params_to_ignore", tuple(params_to_ignore or ()))
-
-    params_to_ignore: tuple[str, ...]
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Wrap as `DDP.wrap` does, without torch 2.13's warning about `broadcast_buffers`."""
@@ -305,10 +307,10 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         init_parameters: whether dense modules on `meta` are allocated and initialized; tables
             always are.
         data_parallel_wrapper: wrapper of the dense part, e.g. `DefaultDataParallelWrapper(...)` or
-            one of emblib's; None is the former.
+            one of emblib's; None is `DefaultDataParallelWrapper()`.
         model_tracker_configs: argument that must be None.
 
-    All ranks must construct it; if one rank finds an error, all raise.
+    All ranks must construct it; if one rank finds one of these errors, all raise.
 
     Raises:
         TypeError: `plan` is not a `ShardingPlan` of this package.
@@ -328,11 +330,6 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         data_parallel_wrapper: Any = None,
         model_tracker_configs: None = None,
     ) -> None:
-        if model_tracker_configs is not None:
-            raise ValueError(
-                "model_tracker_configs must be None: emblib.sharding.checkpoints saves what "
-                f"changed, save(..., since=) of dynamic tables the keys. {RUN_TORCHREC_ITSELF}"
-            )
         env = ShardingEnv(RankGroup()) if env is None else env
         ranks = ranks_of(env, device)
         sharders = default_sharders() if sharders is None else list(sharders)
@@ -341,6 +338,11 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         def check_arguments() -> tuple[
             Optimizer | None, CommPrecision | None, sharding.ShardingPlan | None
         ]:
+            if model_tracker_configs is not None:
+                raise ValueError(
+                    "model_tracker_configs must be None: emblib.sharding.checkpoints saves what "
+                    f"changed, save(..., since=) of dynamic tables the keys. {RUN_TORCHREC_ITSELF}"
+                )
             optimizer = _common_setting([sharder.optimizer for sharder in sharders])
             comm_precision = _common_setting([sharder.comm_precision for sharder in sharders])
             return (
@@ -471,7 +473,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if passed_options:
         raise ValueError(
             f"{', '.join(passed_options)} must be left out: emblib's pipelines neither compile nor "
-            f"rewrite the model, and free batches when they are trained. {RUN_TORCHREC_ITSELF}"
+            f"rewrite the model, and free a batch once it was trained on. {RUN_TORCHREC_ITSELF}"
         )
 
 
@@ -543,12 +545,13 @@ class PrefetchTrainPipelineSparseDist(
         **options: Any,
     ) -> None:
         # None is the `context_type` of the base class.
+        _check_options({"context_type": options.pop("context_type", None)})
         base_arguments = (model, optimizer, device, execute_all_batches, apply_jit, None)
         super().__init__(*base_arguments, *more, **options)
 
 
 class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
-    """Pipeline that runs a model in eval mode, and sends the next batch's ids meanwhile.
+    """Pipeline that runs a model, which must be in eval mode, and sends the next ids meanwhile.
 
     If the model returns a pair, (loss, output), `progress` returns the second. `optimizer` and
     `pipeline_postproc` are ignored.

@@ -34,8 +34,8 @@ class Lag(NamedTuple):
     """Distance of a follower behind its trainer.
 
     Attributes:
-        steps: steps from the one that is served to the newest in the logs, at least 0; None before
-            the first boundary.
+        steps: steps from the one that is served to the newest in the logs, at least 0; None if no
+            step is served yet.
         seconds: age of the oldest record that is not applied, by the clocks of both machines, at
             least 0.0; 0.0 if all are applied.
 
@@ -115,13 +115,13 @@ class LogFollower:
         self._logs = [_Log(check_sink(source)) for source in logs]
         self._step = None if step is None else check_count("step", step, minimum=0)
         self._boundary: BoundaryKey | None = None  # the last one; None if the tables are at none
-        self._has_base = step is not None  # whether the tables are at `_step` without a boundary
+        self._has_base = step is not None  # whether the tables began at a step that the caller gave
         self._lock = ReaderLock()
         self._apply_lock = ModuleLock()  # held while the logs are read or applied
 
     @property
     def step(self) -> int | None:
-        """Return the step that is served; None before the first boundary.
+        """Return the step that is served; None before the first boundary, unless `step` was given.
 
         After an error while tables were written it is the step before.
         """
@@ -164,7 +164,7 @@ class LogFollower:
         return self._step is None or record.step > self._step
 
     def apply(self) -> int | None:
-        """Apply all complete boundaries; return the step that is served, None before the first.
+        """Apply all complete boundaries; return `self.step`, the step that is served.
 
         Raises:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at

@@ -75,7 +75,9 @@ _SAVED_BYTES_CPU = 6 << 20
 
 
 class TTPlan(NamedTuple):
-    """The halves that the distinct rows of a batch share; all tensors are int32, padded to L.
+    """The halves that the distinct rows of a batch share.
+
+    All tensors are int32, and all but `starts` are padded to their size for L rows.
 
     Rows are numbered in the order of their keys, which is also the order of their left halves.
 
@@ -215,7 +217,10 @@ def _has_one_op_per_pass(batch: TTLookup) -> bool:
 
 
 def pool(computed: ComputedRows, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
-    """Pool the computed rows of a batch: `[B, output_dim]`, or `[L, D]` for NONE."""
+    """Pool the computed rows of a batch: `[B, output_dim]`, or `[L, D]` for NONE.
+
+    With a `bag_layout` the output is flat, `[output_dim]`. NONE needs tables of one dim.
+    """
     weights, features, slots = _row_memory(computed, batch)
     return _ops.tbe_lookup(
         weights,
@@ -274,7 +279,7 @@ def _pool_chunk(
     sample_weights: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the output of a chunk to `out`; add it if the chunk has a part of a bag.
+    """Write the output of a chunk to `out`. With pooling, a chunk with a part of a bag adds to it.
 
     `out`, float32, has the shape of the output of the whole `batch`.
     """

@@ -227,7 +227,8 @@ def combine_backward(
     `grad` is the gradient of the output of `combine`, `source_numel` the number of elements of the
     whole source; other arguments are those of `combine`. Returns the gradient of the source, flat
     in `dtype`, 0 where no piece is. With `local`, the gradient of these elements is written to
-    `local`, and the result has only the other elements. Pieces must not overlap; not checked.
+    `local`, and the result has only the other elements. Pieces must not overlap, and `rows` must
+    not name a row of a piece twice, whose gradients would not be added up; neither is checked.
     """
     out = grad.new_zeros(source_numel, dtype=dtype)
     for offset, stride, num_rows, width, first_piece, end_piece, first_bag in targets.tolist():

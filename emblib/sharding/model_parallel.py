@@ -75,10 +75,10 @@ class DistributedModelParallel(nn.Module):
 
     Raises:
         TypeError: see `shard`.
-        ValueError: see `shard`; or `wrap` is another value, or backward updates parameters that the
-            plan does not shard.
+        ValueError: see `shard`; or `wrap` is another value; or, over several ranks, backward
+            updates parameters that the plan does not shard.
         RuntimeError: see `shard`; or a dense module on the meta device has no `reset_parameters`,
-            or would be wrapped there.
+            or `init_parameters` is False for it and `wrap` is not "none".
         PlanError: no plan fits into memory; raised on all ranks.
 
     Example:

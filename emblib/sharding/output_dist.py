@@ -34,8 +34,8 @@ def start_output_dists(
     """Start to return the rows of several lookups; return an awaitable of each output.
 
     All ranks call this. If a lookup has `node_sums`, the call waits for the ranks of this node.
-    Each output must be awaited once, on all ranks in the same order. It has gradients if they are
-    enabled then.
+    Each output must be awaited once, on all ranks in the same order. It has
+    gradients if they are enabled both during this call and when it is awaited.
 
     Args:
         steps: the lookups, in the same order on all ranks.

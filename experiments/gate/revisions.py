@@ -2,8 +2,8 @@
 
 Sources come from git or from the working tree. Native libraries are cached by the content of their
 sources, so that revisions that differ only in Python share them. If both revisions have the native
-sources of the working tree, nothing is compiled and both use the installed libraries. The gate does
-not check that these were built from the sources.
+sources of the working tree and libraries are installed, both use these and nothing is compiled. The
+gate does not check that they were built from the sources.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def resolve(name: str) -> str:
 
 
 def commit_facts(sha: str) -> dict[str, str]:
-    """Return `sha`, `date` and `subject` of a commit; {} if there is no git.
+    """Return `sha`, `date` and `subject` of a commit; {} if git fails, as without git.
 
     For WORKTREE it is the checked out commit, or {} if the sources that the gate builds differ.
     """
@@ -184,7 +184,8 @@ def provide_libraries(
     """Copy native libraries into the folders of both revisions.
 
     If both have the native sources of the working tree, both receive the installed libraries, which
-    are assumed to be built from these sources. Otherwise the libraries are built.
+    are assumed to be built from these sources. Otherwise, and if none are installed, the libraries
+    are built.
 
     Args:
         base: revision that is built first.

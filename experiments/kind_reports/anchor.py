@@ -30,7 +30,7 @@ NOTES = (
 )
 LINE_HEIGHT = 0.62  # inches of a published figure in the drawing
 MIN_HEIGHT = 2.0  # inches of all lines together
-MAX_NAMED = 3  # maximum number of figures that a sentence names; the table has the others
+MAX_NAMED = 3  # without a verdict, in a sentence; the table has the others
 
 
 def answer(run: Run) -> list[str]:
@@ -69,7 +69,7 @@ def answer(run: Run) -> list[str]:
 
 
 def _format_pair(judgement: JudgedFigure) -> str:
-    """Return our number and the published one, e.g. '1.23 for 1.2 ms'."""
+    """Return our number and the published one, e.g. '1.230 for 1.2 ms'."""
     figure = judgement.figure
     return f"{text.digits(judgement.ours, 4)} for {format_number(figure.value)} {figure.unit}"
 
@@ -137,7 +137,7 @@ def _arm_label(arm: str) -> str:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return published figures and ours, then the figures of a run of the kind `time`."""
+    """Return drawings of published numbers beside ours, then those of the run's kind."""
     pairs = [
         judgement
         for judgement in published.judge_run(run)

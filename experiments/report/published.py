@@ -31,7 +31,7 @@ class Nature(Enum):
 
 
 class Quantity(Enum):
-    """The quantity of a published figure; FORMULAS compute it from a row of our results."""
+    """The quantity of a published figure. `_our_number` computes it from a row of our results."""
 
     compression = "compression"  # bytes of plain tables ÷ bytes
     us_per_lookup = "us_per_lookup"
@@ -64,13 +64,14 @@ class PublishedFigure:
         last_digit: value of one step of the last printed digit; 0 if rounding does not matter.
         quantity: kind of number; `other` if our runs have none of this kind.
         nature: whether it follows from sizes or depends on the machine.
-        device: key of conf/hardware; "" if the source names no device.
+        device: key of conf/hardware; "" if the source names no device that is there.
         device_words: device in words, where conf/hardware has none.
         work: values that our record must have: entries of `params`, `optimizer`, `rows`, `mode`.
         ours: row of our results to compare with; None with `not_here`.
         not_here: why no run of ours can have the figure.
         peer: program that was measured, if our contender is another one.
-        otherwise: difference of method, which rules out a verdict even on that device; "" for none.
+        otherwise: difference of method, which leaves a measured figure without a verdict; "" for
+            none.
         note: remark.
     """
 
@@ -127,7 +128,7 @@ def read_publication(path: Path) -> Publication:
 
     Raises:
         ValueError: an entry is wrong or missing.
-        yaml.YAMLError, OSError: the file is no YAML, or cannot be read.
+        yaml.YAMLError, OSError: the file is not YAML, or cannot be read.
     """
     yaml_entries = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     if not isinstance(yaml_entries, dict):
@@ -138,9 +139,12 @@ def read_publication(path: Path) -> Publication:
         if key in yaml_entries
     }
     figures = []
-    for row in yaml_entries.pop("rows", []):
+    rows = yaml_entries.pop("rows", None) or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path.name}: 'rows' must be a list of entries with keys and values")
+    for row in rows:
         location = f"{path.name}, {row.get('name')}"
-        work = {**shared.get("work", {}), **row.get("work", {})}
+        work = {**(shared.get("work") or {}), **(row.get("work") or {})}
         figure = _build(PublishedFigure, {**shared, **row, "work": work}, location)
         if figure.ours is None and not figure.not_here:
             raise ValueError(f"{location}: say `ours:` or, with the reason, `not_here:`")

@@ -83,8 +83,8 @@ def rank_steps(num_rows: int) -> RankSteps:
     """Return the distribution of ranks of a table of `num_rows` >= 1 rows.
 
     Sort the rows of all classes by popularity and divide them into `num_rows` equal groups: rank r
-    is as popular as group r. So on a small table one rank may cover several classes. Results are
-    cached: do not change them.
+    is as popular as group r, but that a class ends with a whole rank. So on a small table one rank
+    may cover several classes. Results are cached: do not change them.
     """
     row_share = np.cumsum((CLASS_ROWS / CLASS_ROWS.sum())[::-1])
     lookups = (CLASS_ROWS * LOOKUP_RATES)[::-1]

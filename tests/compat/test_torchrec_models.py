@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import emblib.compat.torchrec as torchrec
+from emblib.sharding import RankGroup
 from tests.compat.peer import peer_module
+from tests.sharding import worlds
 
 DIM = 8
 
@@ -107,3 +109,18 @@ def test_deepfm_trains(models: Any) -> None:
         deep_fm_dimension=4,
     )
     trained(model, torch.linspace(-1, 1, 20).view(4, 5), batch("a", "b"))
+
+
+def refuse_trackers_of_rank_0(ranks: RankGroup) -> None:
+    configs: Any = "some" if ranks.rank == 0 else None
+    with pytest.raises((ValueError, RuntimeError), match="model_tracker_configs must be None"):
+        torchrec.DistributedModelParallel(
+            nn.Sequential(collection("t")),
+            torchrec.ShardingEnv(ranks),
+            torch.device("cpu"),
+            model_tracker_configs=configs,
+        )
+
+
+def test_an_argument_that_one_rank_refuses_is_refused_on_all() -> None:
+    worlds.run(2, refuse_trackers_of_rank_0)

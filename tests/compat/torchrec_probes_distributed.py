@@ -454,6 +454,10 @@ def sharding_calls(rec: Any) -> None:
 def model_parallel(rec: Any) -> None:
     wrapper = rec.DefaultDataParallelWrapper(allreduce_comm_precision="bf16")
     assert isinstance(wrapper, rec.DataParallelWrapper)
+    assert wrapper == rec.DefaultDataParallelWrapper(allreduce_comm_precision="bf16")
+    assert rec.DefaultDataParallelWrapper() != rec.DefaultDataParallelWrapper(
+        params_to_ignore=["over.bias"]
+    )
     model = nn.ModuleDict({"ebc": bags(rec), "over": nn.Linear(16, 1)})
     parallel = rec.DistributedModelParallel(model, env(rec), data_parallel_wrapper=wrapper)
     inner = rec.get_unwrapped_module(parallel)
@@ -607,6 +611,8 @@ def pipelines(rec: Any) -> None:
     assert losses(rec.EvalPipelineSparseDist) == [first[0]] * 3
     with pytest.raises(ValueError, match="apply_jit must be left out"):
         losses(rec.TrainPipelineSparseDist, apply_jit=True)
+    with pytest.raises(ValueError, match="context_type must be left out"):
+        losses(rec.PrefetchTrainPipelineSparseDist, context_type=int)
 
 
 # Managed collisions

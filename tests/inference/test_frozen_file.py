@@ -80,7 +80,7 @@ def test_every_altered_byte_is_found_and_its_section_named(tmp_path: Path) -> No
             frozen_file.read(path, verify=False)
     header = content.index(b"sections")
     for at, error, message in (
-        (0, ValueError, "no frozen file of emblib"),
+        (0, ValueError, "is not a frozen file of emblib"),
         (8, ValueError, "version"),
         (12, ChecksumError, "checksum of its header"),
         (18, ChecksumError, "header"),
@@ -97,7 +97,7 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
     content = written(path)
     keys = content.index(bytes(CONTENT["keys"].view(torch.uint8).tolist()))
     for size, error, message in (
-        (0, ValueError, "no frozen file"),
+        (0, ValueError, "is not a frozen file"),
         (1, ChecksumError, "truncated in its header"),
         (7, ChecksumError, "truncated in its header"),
         (10, ChecksumError, "truncated in its header"),

@@ -241,6 +241,13 @@ def test_tables_that_backward_updates_are_not_clipped_by_value() -> None:
         optimizer.step()
 
 
+def test_one_parameter_is_clipped_by_value() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.full((2, 2), 5.0)
+    gradient_norms.clip_grad_value_(parameter, BOUND)
+    assert parameter.grad.eq(BOUND).all()
+
+
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(-1.0, 2.0), (NAN, 2.0), (1.0, 0.0), (INF, 0)])
 def test_bounds_and_exponents_without_a_meaning_are_refused(
     max_norm: float, norm_type: float

@@ -124,7 +124,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total_norm.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total_norm)}, which cannot be clipped; "
-            "error_if_nonfinite=False scales them nevertheless"
+            "error_if_nonfinite=False does not raise"
         )
     if not is_clipped:
         return total_norm
@@ -142,13 +142,15 @@ def clip_grad_norm_(
 
 
 @without_gradients
-def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones.
+
+    `parameters` are several parameters, or one.
 
     Raises:
         ValueError: parameters are of tables that backward updates; nothing is clipped.
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _refuse_updated_in_backward(_num_updated_in_backward(parameters))
     parameters_with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     if dense_parameters := list(filterfalse(_is_sparse, parameters_with_grad)):
@@ -193,7 +195,7 @@ def _values_of(parameter: Tensor) -> Tensor:
 
 
 def ranks_of_parameters(parameters: Sequence[Tensor]) -> GradientRanks | None:
-    """Return the ranks over which parameters are sharded; None if they are not.
+    """Return the ranks of parameters with a mark, shards or replicas; None if none has a mark.
 
     Raises:
         ValueError: the parameters are over several groups of ranks.

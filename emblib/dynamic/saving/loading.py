@@ -265,7 +265,9 @@ class Loaded(NamedTuple):
         loaded: number of entries that are not `left_out`.
         left_out: number of entries that found no slot. With a backing store, the number of rows
             that the store dropped, which may be rows that it had before.
-        displaced: number of entries of the table that were evicted; 0 with a backing store.
+        displaced: number of entries that were evicted or lost their slot to others, also among
+            the entries that were loaded, which then count in `left_out` too; 0 with a backing
+            store.
     """
 
     loaded: int
@@ -374,9 +376,9 @@ def put(target: TableTarget, entries: Entries, report: Report | None = None) -> 
     """Overwrite the entries of keys that are in a table, and insert the others.
 
     If both buckets of a key are full, entries move to their other buckets, so that a copy of a
-    table has room for all of its entries. Keys that still find no slot evict entries, as in
-    training, or are left out if the table evicts none or new entries fill both buckets. Raises
-    ValueError for entries that do not fit, before anything is written.
+    table has room for all of its entries. Keys that still find no slot evict entries, as with
+    `InsertPolicy.ALWAYS_EVICT`, or are left out if the table evicts none or new entries fill both
+    buckets. Raises ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
     return _write_entries(target, entries, report, _place_missing)
@@ -470,7 +472,8 @@ def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
 def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
     """Move entries to their other buckets until refused keys have slots as well.
 
-    Returns how many entries of the table lost their slot, because not all fit.
+    Returns how many entries lost their slot, because not all fit: of the table before, or of the
+    keys that the same import has just inserted.
     """
     index, table = target.index, target.table
     exported = index.export(table)

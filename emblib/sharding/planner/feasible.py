@@ -522,7 +522,7 @@ def _remedies(
 
 
 def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
-    """Return the code of storages that need less memory than that of a dense table."""
+    """Return the code of storages that need less device memory than a dense table there."""
     storage, code_lines = workload.config.storage, []
     if not isinstance(storage, Dense):
         return []
@@ -541,14 +541,18 @@ def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> 
     for rank, memory in enumerate(free_memory):
         if memory.device < 1:  # a share of the reservation may leave a part of a byte
             missing_nbytes = max(0.0, -memory.device)
+            amount = (
+                f"{format_bytes(missing_nbytes)} more than there is"
+                if missing_nbytes
+                else "all there is"
+            )
             remedies = (
                 "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
                 "give ranks more memory",
             )
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
-                f"{format_bytes(dense_nbytes)} of dense parameters, takes "
-                f"{format_bytes(missing_nbytes)} more than there is. Ways out: "
+                f"{format_bytes(dense_nbytes)} of dense parameters, takes {amount}. Ways out: "
                 f"{'; '.join(remedies)}",
                 (),
                 int(missing_nbytes),

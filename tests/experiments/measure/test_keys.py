@@ -433,9 +433,9 @@ def test_exact_caches_follow_the_program_and_so_does_a_table_of_one_bucket(
     rng = np.random.default_rng(1)
     batches = [rng.zipf(1.3, 24) % 90 for _ in range(60)] + [np.arange(70)] * 2
     got = cache_bounds.run_policy(RowTrace.of(batches, 0), 32, policy)
-    assert got.rows == brute([b.tolist() for b in batches], 32, policy)
+    assert got.row_hits == brute([b.tolist() for b in batches], 32, policy)
     config = configure.load(["+experiment=eviction_quality", "device=cpu"])
     name = policy.name.replace("exact", "scored")
     table = run_keys(name, batches, 32, Session(config, CPU, "test"))
-    assert table["row_hits"] == got.rows
-    assert table["lookup_hits"] == got.lookups
+    assert table["row_hits"] == got.row_hits
+    assert table["lookup_hits"] == got.lookup_hits

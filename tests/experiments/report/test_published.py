@@ -244,6 +244,8 @@ def test_every_published_figure_is_of_a_case_that_exists(key: str) -> None:
         ("title: x\nsource: s\nurl: y\nrow: []", "Key 'row' not in 'Publication'"),
         ("title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s}]", "say `ours:` or"),
         ("title: x\nsource: s\nurl: y", "'rows' is missing"),
+        ("title: x\nsource: s\nurl: y\nrows:", "'rows' is missing"),
+        ("title: x\nsource: s\nurl: y\nrows: [1]", "'rows' must be a list of entries"),
         (
             "title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]",
             "Key 'valu' not in 'PublishedFigure'",
