@@ -137,7 +137,7 @@ def _arm_label(arm: str) -> str:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return drawings of published numbers beside ours, then those of the run's kind."""
+    """Return drawings of published numbers and ours, then those of the run's kind."""
     pairs = [
         judgement
         for judgement in published.judge_run(run)

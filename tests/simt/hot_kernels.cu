@@ -43,8 +43,7 @@ template __global__ void chunk_kernel<bfloat16>(DeviceGradArgs, int);
 template __global__ void sample_weight_kernel<float>(DeviceSampleWeightArgs, int);
 template __global__ void sample_weight_kernel<half16>(DeviceSampleWeightArgs, int);
 template __global__ void sample_weight_kernel<bfloat16>(DeviceSampleWeightArgs, int);
-template __global__ void lookup_keys_kernel<uint32_t>(KeySource, BatchCheck,
-                                                      SortBuffers<uint32_t>);
+template __global__ void lookup_keys_kernel<uint32_t>(KeySource, BatchCheck, SortBuffers<uint32_t>);
 template __global__ void count_groups_kernel<uint32_t>(SortBuffers<uint32_t>);
 template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, DeviceGroupOutput);
 template __global__ void small_group_kernel<KeyArray, 1>(KeyArray, SmallGroupArgs);
