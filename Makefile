@@ -10,7 +10,7 @@
 #                  and a GPU are found); TORCH_CUDA_ARCH_LIST="9.0+PTX", JOBS=n
 #   ARGS="..."     arguments for run, test, gpu-test and the others that show ARGS below
 #   FUZZ_SECONDS=n      seconds that nightly calls the native ops with wrong arguments (default 3600)
-#   WORKERS=n      pytest-xdist processes for the tests (default 4: many tests wait; 0: no xdist)
+#   WORKERS=n      pytest-xdist processes for the tests (default 3: some tests wait; 0: no xdist)
 # pip's own variables work as usual; without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels make ...
 
 .DEFAULT_GOAL := help
@@ -25,7 +25,7 @@ EMBLIB_CUDA ?= AUTO
 ARGS ?=
 FILES ?=
 SETS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 FUZZ_SECONDS ?= 3600
 export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
 
