@@ -132,7 +132,7 @@ class HashTableColumn(IntEnum):
     BUCKETS = 1  # buckets in use
     MAX_BUCKETS = 2  # buckets up to which the table may grow
     SIZE = 3  # number of keys
-    MAX_LOAD = 4  # load above which the table grows, in keys per 1024 slots
+    MAX_LOAD = 4  # load, in keys per 1024 slots, to which a level is filled: `hash.wanted_buckets`
     HASH_KEY = 5  # random number that the hashes of the table's keys depend on
 
 

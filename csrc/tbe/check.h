@@ -103,7 +103,8 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
 
 // Write the repaired offsets to `repaired_offsets`, [num_bags + 1]. Return how many of them differ
 // from `offsets`, plus `num_lost`, the result of count_lost (or 0 to ignore lost indices). kFatal
-// throws for the first invalid offset and for lost indices. kWarning throws for lost indices and,
+// throws for the first offset that is negative, above num_lookups or below the one before it, for a
+// last one that is not num_lookups, and for lost indices. kWarning throws for lost indices and,
 // if may_lack_last_offset, for an omitted last offset. Pass true for a fixed batch of one feature:
 // with several features the number of offsets would not be F * B + 1, which batch_size refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,

@@ -119,6 +119,7 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
         OSError: the file cannot be read, or mapped.
         ValueError: the file does not begin as a frozen file, its version is another one, or its
             tables are of an unknown kind or storage.
+        TypeError: `verify` is not a bool.
 
     Example:
         >>> import tempfile, os

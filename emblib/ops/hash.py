@@ -244,14 +244,14 @@ hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 def wanted_buckets(num_keys: int, num_buckets: int, max_buckets: int, load_1024ths: int) -> int:
     """Return the number of buckets that `hash_grow_` gives a table for this many keys.
 
-    A level of 2^n buckets is split while the number of keys grows by a quarter: from the load above
-    which the table grows to 5/4 of it.
+    A level of 2^n buckets is split while the number of keys grows by a quarter: from the number
+    that fills the level to `load_1024ths` on, to 5/4 of it.
 
     Args:
         num_keys: number of keys.
         num_buckets: number of buckets now, which never shrinks.
         max_buckets: number of buckets that the table has memory for.
-        load_1024ths: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
+        load_1024ths: load at which the split of a level begins, in keys per 1024 slots (MAX_LOAD).
     """
     # Keys are counted in 1024ths, as the load is.
     keys_1024ths, bucket_keys_1024ths = num_keys * LOAD_UNIT, SLOTS_PER_BUCKET * load_1024ths

@@ -501,11 +501,12 @@ class FusedTTLookup(torch.autograd.Function):
 
 
 class _ClippedGradient(NamedTuple):
-    """The gradient of an output, divided by its scale and clipped.
+    """The gradient of an output, clipped, and divided by the factor of a `GradScaler`.
 
     Attributes:
         grad: the gradient.
-        scale: scale by which a `GradScaler` multiplied it; None for none, and the next two too.
+        scale: factor of the `GradScaler`. It, `is_finite` and `overflow` are None if there is none,
+            or if it was not read, see `_unscale_and_clip`.
         is_finite: whether the gradient is finite, on all ranks; a bool scalar.
         overflow: gradient of the anchor, 0 or infinity.
     """

@@ -63,14 +63,14 @@ def _check_inserts(table: KeyTable, absent_keys: Tensor, checked_keys: Tensor) -
             values_of(checked_keys, dim),
             passes_other_values=True,
         )
-        _check_values(table, "find_or_insert", absent_keys, values_of(absent_keys, dim))
-        _check_values(
-            table,
-            "find_or_insert",
-            absent_keys,
-            values_of(absent_keys, dim),
-            passes_other_values=True,
-        )
+        for passes_other_values in (False, True):  # the first call inserts the keys
+            _check_values(
+                table,
+                "find_or_insert",
+                absent_keys,
+                values_of(absent_keys, dim),
+                passes_other_values=passes_other_values,
+            )
         _check_values(table, "find", absent_keys, values_of(absent_keys, dim))
     if "insert_or_assign" in table.operations:
         table.insert_or_assign(table.prepare(absent_keys, -values_of(absent_keys, dim)))

@@ -161,7 +161,7 @@ def load(
             names something that may run code; then nothing is changed. Or data has another checksum
             than when it was saved, or a value names something that may run code; then part of
             `state` may have been filled. Or another rank raised an error.
-        TypeError: `path` is None, or `state` is not a dict.
+        TypeError: `path` is None, `state` is not a dict, or `strict` is not a bool.
         KeyError: a `KeyedOptimizer` cannot have the saved state; nothing is changed.
         ValueError: a `KeyedOptimizer` cannot have the saved numbers; nothing is changed.
         OSError: this rank cannot read the metadata; nothing is changed.
