@@ -1,7 +1,7 @@
 // The schema of every native operation of emblib. `*_cpu.cpp` and `*_cuda.cu` register the kernels.
 // A comment here says what an op is for. The file of emblib/ops that is named at the beginning of a
-// section, or the header that a comment names, describes shapes, dtypes, errors and gradients, where
-// the comment does not; emblib/reference defines the results.
+// section, or the header that a comment names, describes shapes, dtypes, errors and gradients,
+// where the comment does not; emblib/reference defines the results.
 //
 // Notation: F features, L lookups. core/layout.h describes `features`, int64 [F, 8] (Feature);
 // `bag_layout`, int64 [bags, 2] (BagLayout); `weights`, a list of one tensor per memory tier
