@@ -234,9 +234,11 @@ def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
     feature_tables = [
         (feature, table) for table, config in enumerate(configs) for feature in config.feature_names
     ]
-    num_tables = Counter(feature for feature, _ in feature_tables)
+    num_tables_by_feature = Counter(feature for feature, _ in feature_tables)
     features = [
-        TableFeature(key, table, key if num_tables[key] == 1 else f"{key}@{configs[table].name}")
+        TableFeature(
+            key, table, key if num_tables_by_feature[key] == 1 else f"{key}@{configs[table].name}"
+        )
         for key, table in feature_tables
     ]
     for name, count in Counter(feature.name for feature in features).items():

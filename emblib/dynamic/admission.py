@@ -278,8 +278,8 @@ class _ExactCounters(nn.Module):
 class _FadingCounters(NamedTuple):
     """The counters of a sketch of which each is halved once per `halve_every` batches."""
 
-    first_counter: int  # first counter
-    num_counters: int  # number of counters
+    first_counter: int
+    num_counters: int
     halve_every: int  # in training batches
 
 

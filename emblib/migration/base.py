@@ -144,9 +144,9 @@ class Trained:
         if self.in_backward:
             return
         params = [*self.group["params"], parameter]
-        position_by_id = {id(parameter): position for position, parameter in enumerate(self.order)}
+        position_by_id = {id(member): position for position, member in enumerate(self.order)}
         self.group["params"] = sorted(
-            params, key=lambda parameter: position_by_id.get(id(parameter), len(position_by_id))
+            params, key=lambda member: position_by_id.get(id(member), len(position_by_id))
         )
 
     def make_copy(self, weights: Sequence[nn.Parameter]) -> TorchOptimizer:

@@ -298,11 +298,11 @@ def make_rows(
         stored_rows_slice(table_slice, num_rows, Dense(cache.placement, row_cache))
         for table_slice, num_rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
-    num_rows = DenseModule(
+    stored_rows = DenseModule(
         row_slices, feature_tables, optimizer, pooling, [0] * len(row_slices), row_cache, device
     )
-    num_rows.bounds_check = BoundsCheck.NONE
-    return num_rows
+    stored_rows.bounds_check = BoundsCheck.NONE
+    return stored_rows
 
 
 class CachedTTPlaceholder(nn.Module):

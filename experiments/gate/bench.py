@@ -162,7 +162,7 @@ class Bench:
         """
         ready, contender = self.ready_points[name], self.ready_points[name].contender
         resources: dict[str, float] = {
-            f"{name}_bytes": num_bytes for name, num_bytes in contender.nbytes().items()
+            f"{label}_bytes": num_bytes for label, num_bytes in contender.nbytes().items()
         }
         totals = counting_pass(contender, ready.step, self.setup.config.timing.pool)
         if totals.get("lookups"):

@@ -284,8 +284,8 @@ class Loader:
             return step.epoch == self.epoch
         step_numbers, newest_numbers = step.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
         return all(
-            numbers[_BatchNumber.EPOCH] == newest[_BatchNumber.EPOCH]
-            for numbers, newest in zip(step_numbers, newest_numbers, strict=True)
+            numbers[_BatchNumber.EPOCH] == newer_numbers[_BatchNumber.EPOCH]
+            for numbers, newer_numbers in zip(step_numbers, newest_numbers, strict=True)
         )
 
     def fetch(self) -> Step:
