@@ -160,9 +160,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             feature_tables=self.feature_tables,
         )
         self._lock = self.state.lock
-        self.rows = self.state.layout
-        self.total_rows = self.rows.total_rows
-        self._layout = self._feature_rows(self.rows.feature_row)
+        self.total_rows = self.state.layout.total_rows
+        self._layout = self._feature_rows(self.state.layout.feature_row)
         self.index, self.row_initializer = self.state.index, self.state.row_initializer
         self.admission, self.scores = self.state.admission, self.state.scores
         self.expiry = self.state.child_modules().get("expiry")
@@ -662,7 +661,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 f"the tables {self.table_names} belong to a memory budget, which is for the CPU: "
                 "move a copy (copy.deepcopy), which belongs to none"
             )
-        rows = self.rows.snapshot(state.row_buffers, state.capacities())
+        rows = self.state.layout.snapshot(state.row_buffers, state.capacities())
         if state.last_uses is not None:
             state.last_uses = state.last_uses.copy_to(device, state.capacities())
         self.index = state.index = state.index.copy_to(device)
@@ -670,9 +669,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         self._set_row_buffers([buffer.new_empty(0) for buffer in state.row_buffers])
         state.last_batch = None
         super()._apply(fn)
-        buffers = self.rows.allocate(device)
+        buffers = self.state.layout.allocate(device)
         self._set_row_buffers(buffers)
-        self.rows.restore(buffers, rows)
+        self.state.layout.restore(buffers, rows)
 
     def _set_row_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Replace the memory of weights and optimizer states by flat buffers."""
@@ -699,18 +698,18 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         state["_buffers"] = {**self._buffers, **dict.fromkeys(state_names)}
         state["_zeros"] = self._zeros[:0].clone()
         capacities = self.state.capacities()
-        state["_rows_in_use"] = self.rows.snapshot(self.state.row_buffers, capacities)
+        state["_rows_in_use"] = self.state.layout.snapshot(self.state.row_buffers, capacities)
         state["_requires_grad"] = self.weights.requires_grad
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows, requires_grad = state.pop("_rows_in_use"), state.pop("_requires_grad", True)
         super().__setstate__(state)
-        buffers = self.rows.allocate(self.hyperparams.device)
+        buffers = self.state.layout.allocate(self.hyperparams.device)
         self._register_rows(buffers, self.byte_layout)
         self.weights.requires_grad_(requires_grad)
         self._bind_state()
-        self.rows.restore(buffers, rows)
+        self.state.layout.restore(buffers, rows)
 
     def _describe_size(self, spec: DynamicSpec) -> str:
         return f"{spec.capacity} x {spec.dim}"

@@ -70,8 +70,8 @@ class LogFollower:
         KeyError: the model lacks one of `tables`.
         TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
             is not an int, or `tables` is one string.
-        ValueError: a table was pruned or is on disk, two tables have one name, there is no sink, or
-            the step is below 0.
+        ValueError: a table was pruned or is on disk, two tables have one name, `tables` is empty,
+            there is no sink, or the step is below 0.
 
     Example:
         >>> import tempfile
@@ -107,6 +107,8 @@ class LogFollower:
         self.model = model
         self._tables = served_tables(model)
         self._followed_names = None if tables is None else set(tables)
+        if self._followed_names is not None and not self._followed_names:
+            raise ValueError("tables must name the tables to follow, or be None for all, got none")
         if unknown_names := sorted((self._followed_names or set()) - self._tables.keys()):
             raise KeyError(f"the model has no tables {unknown_names}, only {sorted(self._tables)}")
         logs: list[Any] = list(sources) if isinstance(sources, list | tuple) else [sources]

@@ -193,6 +193,21 @@ def test_put_into_a_full_table_displaces_the_least() -> None:
     assert_rows_tell_keys(found)
 
 
+def test_put_of_more_than_fits_counts_what_the_table_had_before() -> None:
+    """Entries of one import that take slots from each other are left out, not displaced."""
+    there = target(64)
+    old, new = make(300, seed=1), make(300, seed=2)
+    loading.replace(there, old.take(torch.arange(40)))
+    before = loading.export(there).keys
+    done = loading.put(there, new)
+    after = loading.export(there).keys
+    new_keys = torch.isin(after, new.keys)
+    others_before = ~torch.isin(before, new.keys)
+    assert done.loaded == int(new_keys.sum())
+    assert done.left_out == len(new) - done.loaded
+    assert done.displaced == int(others_before.sum()) - int((~new_keys).sum())
+
+
 def test_put_into_a_full_table_that_evicts_nothing_leaves_out() -> None:
     there = target(32, Eviction.NONE)
     loading.replace(there, make(32, seed=1))

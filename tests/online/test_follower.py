@@ -310,6 +310,8 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
         LogFollower(emblib.TableBatchedEmbeddingBags([disk], optim.SGD(0.1), cache=cache), sink)
     with pytest.raises(ValueError, match="got none"):
         LogFollower(quantised, [])
+    with pytest.raises(ValueError, match="name the tables to follow"):
+        LogFollower(quantised, sink, tables=[])
     with pytest.raises(ValueError, match="step must be >= 0"):
         LogFollower(quantised, sink, step=-1)
 

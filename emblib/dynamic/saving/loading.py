@@ -265,9 +265,8 @@ class Loaded(NamedTuple):
         loaded: number of entries that are not `left_out`.
         left_out: number of entries that found no slot. With a backing store, the number of rows
             that the store dropped, which may be rows that it had before.
-        displaced: number of entries that were evicted or lost their slot to others, also among
-            the entries that were loaded, which then count in `left_out` too; 0 with a backing
-            store.
+        displaced: number of entries that the table had before, and no longer has, without those
+            whose keys were loaded again; 0 with a backing store.
     """
 
     loaded: int
@@ -419,7 +418,7 @@ def _place_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     keys = entries.keys[best_entries]
     slots = torch.cat(
         [
-            _insert_block(index, table, key_block.to(device), "none")[0]
+            _insert_block(index, table, key_block.to(device), "none")
             for key_block in keys.split(_KEYS_PER_CALL)
         ]
     )
@@ -440,7 +439,7 @@ def _place_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
 
 
 def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Insert entries that are missing; return all slots, int64 `[N]`, and how many were evicted.
+    """Insert entries that are missing; return all slots, int64 `[N]`, and how many others left.
 
     Slots are on the CPU, -1 for entries that are left out.
     """
@@ -449,31 +448,30 @@ def _place_missing(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
     order = entries_module.best_first(entries, index.order).cpu()
     missing_entries = order[slots[order] < 0]
-    num_displaced = 0
+    num_others = index.size(table) - (len(entries) - missing_entries.numel())
     for block in missing_entries.split(_KEYS_PER_CALL):
-        slots[block] = _insert_block(index, table, entries.keys[block].to(device), "none")[0]
+        slots[block] = _insert_block(index, table, entries.keys[block].to(device), "none")
         index.versions.note_inserted(index, table, slots[block])
     refused_entries = missing_entries[slots[missing_entries] < 0]
-    if refused_entries.numel() and index.size(table) < index.capacity(table):
-        num_displaced = _rearrange(target, entries.keys[refused_entries])
+    if not refused_entries.numel():
+        return slots, 0
+    if index.size(table) < index.capacity(table):
+        _rearrange(target, entries.keys[refused_entries])
         slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
         refused_entries = refused_entries[slots[refused_entries] < 0]
     for block in refused_entries.split(_KEYS_PER_CALL) if index.order != "none" else ():
-        block_slots, num_evicted = _insert_block(
-            index, table, entries.keys[block].to(device), index.order
-        )
+        block_slots = _insert_block(index, table, entries.keys[block].to(device), index.order)
         index.versions.note_inserted(index, table, block_slots)
-        slots[block], num_displaced = block_slots, num_displaced + num_evicted
-    if num_displaced:  # entries whose slots were found above may be displaced
-        slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
-    return slots, num_displaced
+    # Entries whose slots were found above may have been evicted since.
+    slots = index.find(Keys.from_ids(entries.keys.to(device), table)).cpu()
+    return slots, num_others - (index.size(table) - int((slots >= 0).sum()))
 
 
-def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
+def _rearrange(target: TableTarget, refused_keys: Tensor) -> None:
     """Move entries to their other buckets until refused keys have slots as well.
 
-    Returns how many entries lost their slot, because not all fit: of the table before, or of the
-    keys that the same import has just inserted.
+    If not all fit, entries of the table lose their slot, possibly some that the same import has
+    just inserted.
     """
     index, table = target.index, target.table
     exported = index.export(table)
@@ -514,11 +512,10 @@ def _rearrange(target: TableTarget, refused_keys: Tensor) -> int:
         index.versions.note_inserted(index, table, new_slots)
 
     target.complete(write)
-    return int((slots_after[:num_slots] < 0).sum())
 
 
-def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
-    """Insert missing keys; return their slots, int64 on the CPU, and how many others they evict."""
+def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> Tensor:
+    """Insert missing keys; return their slots, int64 on the CPU, -1 for keys without one."""
     index.versions.advance()
     device, num_keys = keys.device, keys.numel()
     positions = torch.arange(num_keys, device=device)
@@ -538,7 +535,8 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
             codes.INSERT_POLICY["wins"],
         )[:3]
     )
-    return result.slots.cpu(), int((result.status == hash.EVICTING).sum())
+    slots: Tensor = result.slots.cpu()
+    return slots
 
 
 @without_gradients
