@@ -18,10 +18,12 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from filelock import FileLock
 
 from experiments.config.schema import Config, UsageError
 from experiments.paths import ROOT, library_folders
@@ -118,6 +120,14 @@ def default_base(config: Config, *, smoke: bool) -> str:
     raise UsageError("gate.base: there is neither origin/main nor HEAD; name a revision")
 
 
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """Hold the lock of the folders below `home`: two gates may need one revision at once."""
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(home / ".lock"):
+        yield
+
+
 def checkout(name: str, home: Path = CHECKOUTS) -> Revision:
     """Check out the sources of a revision into a folder below `home`, unless an earlier call did.
 
@@ -129,23 +139,29 @@ def checkout(name: str, home: Path = CHECKOUTS) -> Revision:
     """
     sha = resolve(name)
     folder = home / (sha[:12] if sha != WORKTREE else f"worktree-{_sources_digest(ROOT)}")
-    if not (folder / ".complete").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        if sha == WORKTREE:
-            for path in _source_files(ROOT):
-                target = folder / path.relative_to(ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, target)
-        else:
-            archive = io.BytesIO(git("archive", sha, *SOURCE_FOLDERS))
-            with tarfile.open(fileobj=archive) as sources:
-                if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
-                    sources.extractall(folder, filter="data")
-                else:
-                    sources.extractall(folder)
-        (folder / ".complete").touch()
+    with _locked(home):
+        if not (folder / ".complete").exists():
+            _write_sources(sha, folder)
     return Revision(name, sha, folder)
+
+
+def _write_sources(sha: str, folder: Path) -> None:
+    """Replace a folder by the sources of a commit or of WORKTREE, and mark it as complete."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if sha == WORKTREE:
+        for path in _source_files(ROOT):
+            target = folder / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    else:
+        archive = io.BytesIO(git("archive", sha, *SOURCE_FOLDERS))
+        with tarfile.open(fileobj=archive) as sources:
+            if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
+                sources.extractall(folder, filter="data")
+            else:
+                sources.extractall(folder)
+    (folder / ".complete").touch()
 
 
 def _source_files(root: Path) -> Iterator[Path]:
@@ -185,7 +201,7 @@ def provide_libraries(
 
     If both have the native sources of the working tree, both receive the installed libraries, which
     are assumed to be built from these sources. Otherwise, and if none are installed, the libraries
-    are built.
+    are built. Waits while another process checks out or builds below `home`.
 
     Args:
         base: revision that is built first.
@@ -199,16 +215,17 @@ def provide_libraries(
     """
     digests = {_sources_digest(folder, "csrc/") for folder in (base.folder, head.folder, ROOT)}
     installed = installed_libraries() if len(digests) == 1 else []
-    for revision in (base, head):
-        try:
-            libraries = installed or build(revision, home / "native", device, say)
-        except BuildError as error:
-            raise BuildError(f"{revision.description} does not build: {error}") from error
-        for library in libraries:
-            target = revision.folder / "emblib" / library.name
-            partial_file = target.with_suffix(".partial")
-            shutil.copy2(library, partial_file)
-            os.replace(partial_file, target)
+    with _locked(home):
+        for revision in (base, head):
+            try:
+                libraries = installed or build(revision, home / "native", device, say)
+            except BuildError as error:
+                raise BuildError(f"{revision.description} does not build: {error}") from error
+            for library in libraries:
+                target = revision.folder / "emblib" / library.name
+                partial_file = target.with_suffix(".partial")
+                shutil.copy2(library, partial_file)
+                os.replace(partial_file, target)
 
 
 def _build_key(revision: Revision, cuda: str) -> str:
@@ -246,6 +263,8 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
         raise BuildError("it has no csrc/CMakeLists.txt")
     say(f"building the native libraries of {revision.description}; this is done once")
     work.mkdir(parents=True, exist_ok=True)
+    # CMake refuses the cache of an interrupted build that began from another revision's folder.
+    (work / "CMakeCache.txt").unlink(missing_ok=True)
     source = str(revision.folder / "csrc")
     # Tools next to this Python come first, because the system's cmake and ninja may be too old.
     environment = os.environ | {

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import revisions, worker
@@ -38,6 +40,30 @@ def test_revisions_are_folders_of_their_own(repository: Path, tmp_path: Path) ->
     assert revisions.checkout("WORKTREE", home) == head
     (repository / "emblib/__init__.py").write_text("WHO = 'newer'\n")
     assert revisions.checkout("WORKTREE", home).folder != head.folder
+
+
+def test_a_second_gate_waits_while_folders_are_written(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, library, calls = tmp_path / "home", tmp_path / "libemblib_cpu.so", []
+    copy, write_sources = shutil.copy2, revisions._write_sources
+
+    def check_locked(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            with pytest.raises(Timeout), FileLock(home / ".lock", timeout=0):
+                pass
+            calls.append(function)
+            return function(*arguments)
+
+        return call
+
+    library.write_text("installed")
+    monkeypatch.setattr(revisions, "_write_sources", check_locked(write_sources))
+    monkeypatch.setattr(shutil, "copy2", check_locked(copy))
+    monkeypatch.setattr(revisions, "installed_libraries", lambda: [library])
+    base = revisions.checkout("HEAD", home)
+    revisions.provide_libraries(base, base, "cpu", print, home)
+    assert set(calls) == {write_sources, copy}
 
 
 def test_names_that_are_no_revision(repository: Path) -> None:
@@ -140,7 +166,9 @@ def test_a_build_is_kept_by_its_sources(
         (library,) = revisions.build(head, home / "native", "cpu", said.append)
         assert library.name == "libemblib_cpu.so"
     assert len(said) == 1
-    (library.parent / "work").mkdir()  # as if the copying of libraries had been interrupted
+    work = library.parent / "work"
+    work.mkdir()  # as if a build from another revision's folder had been interrupted
+    (work / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere/csrc\n")
     revisions.build(head, home / "native", "cpu", said.append)
     assert len(said) == 2
-    assert not (library.parent / "work").exists()
+    assert not work.exists()
