@@ -88,9 +88,9 @@ class DynamicTable:
     on any device. Methods wait for the device.
 
     Properties, `local_shards`, `reserve` and options (`set_score`, `set_step`, `set_clock`,
-    `track_...`) do not communicate, but must be used in the same way on all ranks. A rank without
-    shards checks the arguments of options too; it cannot check whether a ttl is a time. `local`
-    acts on the shards of this rank alone, possibly none.
+    `track_evictions`, `track_statistics`) do not communicate, but must be used in the same way on
+    all ranks. A rank without shards checks the arguments of options too. `local` acts on the shards
+    of this rank alone, possibly none.
 
     Each shard is used under the lock of its module, so threads may call methods; a method is not
     atomic over several shards. Get a handle with `tables[name]`, after the model has its optimizers
@@ -101,7 +101,7 @@ class DynamicTable:
         shards: the shards of this process, by number.
         owners: the rank that has each shard.
         ranks: the ranks that act together; None for this process alone.
-        spec: the spec of the table, by which a rank without shards checks scores and steps; None
+        spec: the spec of the table, by which all ranks check scores, steps and ttls alike; None
             checks none.
     """
 
@@ -250,8 +250,8 @@ class DynamicTable:
 
     def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Call `DynamicEmbeddingBags.track_optimizer_state` of the modules of the shards."""
-        for _, state, _ in self.local_shards():
-            training.track_optimizer_state(state, optimizer)
+        track = training.track_optimizer_state
+        self._map_shards("track_optimizer_state", lambda state, _: track(state, optimizer))
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`.
@@ -285,9 +285,11 @@ class DynamicTable:
         The tables of one module share it: call it for one of them only.
 
         Raises:
-            ValueError: no table of the module has a ttl that is a time, or the pause is negative.
+            ValueError: no table of the module has a ttl that is a time, of a table over several
+                ranks this table has none, or the pause is negative.
             TypeError: the pause is not a `datetime.timedelta`.
         """
+        self._check_timed_ttl()
         skip = dynamic_state.skip_pause
         self._map_shards("skip_pause", lambda state, index: skip(state, duration))
 
@@ -295,12 +297,25 @@ class DynamicTable:
         """Set the clock by which keys expire, in seconds; the tables of one module share it.
 
         Raises:
-            ValueError: no table of the module has a ttl that is a time.
+            ValueError: no table of the module has a ttl that is a time, or, of a table over several
+                ranks, this table has none.
             TypeError: the clock is not a function.
         """
         dynamic_state.check_clock(clock)
+        self._check_timed_ttl()
         for _, state, _ in self.local_shards():
             dynamic_state.set_clock(state, clock)
+
+    def _check_timed_ttl(self) -> None:
+        """Raise ValueError if a table over several ranks has no ttl that is a time.
+
+        The tables that share a module differ between ranks, so they cannot decide.
+        """
+        if self.is_sharded and self.spec is not None and not self.spec.is_timed:
+            raise ValueError(
+                f"table {self.name!r} has no ttl that is a time: a clock and pauses have no effect "
+                "on it; give it DynamicSpec(ttl=datetime.timedelta(...))"
+            )
 
     def reserve(self, rows: int) -> None:
         """Grow the table to the size that `rows` keys need, at most to its capacity.

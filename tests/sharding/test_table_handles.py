@@ -219,6 +219,9 @@ WRONG_SETTINGS: list[tuple[str, Any]] = [
     ("set_score", 2**63),
     ("set_step", 3),  # `whole` has Eviction.CUSTOM
     ("set_clock", 7),
+    ("set_clock", float),  # it has no ttl
+    ("skip_pause", None),
+    ("track_optimizer_state", torch.optim.SGD([torch.zeros(1)])),  # of other parameters
     ("track_evictions", 0),
 ]
 
@@ -233,6 +236,8 @@ def set_wrongly(ranks: RankGroup) -> list[str]:
             getattr(whole, name)(argument)
         except (TypeError, ValueError) as error:
             errors.append(type(error).__name__)
+        except RuntimeError as error:  # of a collective, on the rank without a shard
+            errors.append("ValueError" if "failed with ValueError" in str(error) else str(error))
     try:
         model.tables["user"].set_score(3)  # it has Eviction.LRU
     except ValueError:
@@ -253,6 +258,7 @@ def test_wrong_settings_raise_on_ranks_without_a_shard_too() -> None:
     first, second = worlds.run(2, set_wrongly)
     assert first == [
         *("TypeError", "ValueError", "ValueError", "TypeError", "ValueError"),
+        *("ValueError", "ValueError", "ValueError"),
         *("set_score of user", "track_statistics", "RuntimeError"),
     ]
     assert second == [*first[:-1], "TypeError"]
