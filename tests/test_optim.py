@@ -99,6 +99,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "halflife must be": lambda: optim.Counter(halflife=math.nan),
     "threshold must be": lambda: optim.Counter(threshold=optim.RelativeThreshold(math.inf)),
     "TailRate must be one of": lambda: optim.Counter(tail="faster"),
+    "SGD has 5 hyperparameters, got 0": lambda: optim.SGD(0.1).with_hyperparams([]),
     "Gradient must be one of": lambda: optim.External(gradient="none"),
 }
 

@@ -26,7 +26,7 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling, format_config
+from emblib.specs import BoundsCheck, Pooling, check_module, format_config
 from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
@@ -525,6 +525,9 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
     Returns:
         For each such name with equal sizes, the paths of the collections.
 
+    Raises:
+        TypeError: `model` is not a module.
+
     Example:
         >>> item = emblib.EmbeddingBagConfig(1_000, 16, "item", ["basket"])
         >>> left, right = (emblib.EmbeddingBagCollection([item]) for _ in range(2))
@@ -536,6 +539,7 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
 def _duplicates(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return {table name: {path: collection}} for each name with several unshared tables."""
+    check_module("model", model)
     collections_by_key: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, submodule in model.named_modules():
         handles: Any = getattr(submodule, "handles", None)
@@ -578,7 +582,7 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
             optimizer; the fused optimizer of a table whose rows would be lost has made steps (steps
             of torch.optim are not seen); or one of the collections has a hash table with a backing
             store or in a memory budget. Nothing is changed then.
-        TypeError: a collection is sharded, or `names` is one string.
+        TypeError: `model` is not a module, a collection is sharded, or `names` is one string.
 
     Example:
         >>> item = emblib.EmbeddingBagConfig(1000, 16, "item", ["basket"])

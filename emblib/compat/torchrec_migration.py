@@ -235,7 +235,8 @@ class ReplacedCollection(Replaced):
         tables: optimizer for all tables; None for that of each weight.
 
     Raises:
-        NotMigrated: `old` is of a subclass, or a weight or its optimizer cannot be migrated.
+        NotMigrated: `old` is of a subclass or has no tables, or a weight or its optimizer cannot be
+            migrated.
     """
 
     def __init__(
@@ -263,7 +264,10 @@ class ReplacedCollection(Replaced):
     def _check(old: Any) -> None:
         if type(old).__name__ not in FACTORIES or not type(old).__module__.startswith("torchrec."):
             raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
-        for child in _table_modules(old).values():
+        table_modules = _table_modules(old)
+        if not table_modules:
+            raise NotMigrated("it has no tables")
+        for child in table_modules.values():
             check_weight(child.weight)
 
     @property

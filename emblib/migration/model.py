@@ -26,7 +26,7 @@ from emblib.migration.checks import Difference, MigrationCost, Speed
 from emblib.migration.torch_modules import ReplacedEmbedding
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import check_count
+from emblib.specs import check_count, check_module
 from emblib.trace import LookupTrace
 
 Factory = Callable[..., Replaced]
@@ -330,8 +330,7 @@ def migrate(
         isinstance(tables, Optimizer) and autograd.updates_in_backward(tables)
     ):
         raise TypeError(f"tables must be an optimizer that backward applies, got {tables!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    check_module("model", model)
     optimizers = _as_list(optimizer)
     for torch_optimizer in optimizers:
         if type(torch_optimizer).__module__.startswith("torchrec.optim.") and hasattr(

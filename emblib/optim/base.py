@@ -205,8 +205,13 @@ class Optimizer:
         """Return this optimizer with other `hyperparams`, except for learning rate, step and seed.
 
         Raises:
-            ValueError: a number is out of range.
+            ValueError: a number is out of range, or there are more or fewer than in `hyperparams`.
         """
+        num_values = Hyper.OPTIMIZER_ARGS + len(self.parameters())
+        if len(numbers) != num_values:
+            raise ValueError(
+                f"{type(self).__name__} has {num_values} hyperparameters, got {len(numbers)}"
+            )
         decay_class: Any = Decoupled if numbers[Hyper.DECAY] else L2
         rate = numbers[Hyper.DECAY] or numbers[Hyper.L2]
         if not rate and self.weight_decay is not None:

@@ -178,6 +178,7 @@ def clip_grad_norm_(
             some of the tables (on all ranks if one has such tables); or the parameters belong to
             several groups of ranks.
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        TypeError: `error_if_nonfinite` is not a bool.
 
     Example:
         >>> model = torch.nn.Linear(2, 1, bias=False)

@@ -23,6 +23,7 @@ from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction, ShardedTables
 from emblib.sharding.table_hyperparams import check_replicas
+from emblib.specs import check_bool
 
 _VALUES_PER_MESSAGE = 1 << 23  # 32 MiB of float32
 # The steps and counts of one replica's updates, in float32: their mean would have no meaning.
@@ -135,7 +136,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
         Raises:
             RuntimeError: learning rates or other hyperparameters of a table differ between ranks,
                 on every rank; not compared on a GPU.
+            TypeError: `optimizer_states` is not a bool.
         """
+        check_bool("optimizer_states", optimizer_states)
         if self.replicas.size == 1:
             return
         if self.all_ranks.device.type == "cpu":

@@ -22,6 +22,7 @@ from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import ParameterSharding, Rule, World
 from emblib.sharding.shared_shards import SharedTablesOfModel, check_plans_of_shared
+from emblib.specs import check_module
 from emblib.tables.parameters import caller_level
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
@@ -47,8 +48,7 @@ def collections_of(module: nn.Module) -> dict[str, nn.Module]:
         >>> list(emblib.sharding.collections_of(torch.nn.Sequential(bags, torch.nn.Linear(4, 1))))
         ['0']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"the model must be an nn.Module, got {type(module).__name__}")
+    check_module("the model", module)
     classes = tuple(SHARDED)
     return {path: child for path, child in module.named_modules() if isinstance(child, classes)}
 

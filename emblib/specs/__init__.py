@@ -8,6 +8,7 @@ from emblib.specs.checks import (
     check_count,
     check_counts,
     check_float_dtype,
+    check_module,
     check_sequence,
     format_config,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "check_count",
     "check_counts",
     "check_float_dtype",
+    "check_module",
     "check_sequence",
     "format_config",
 ]

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, SupportsIndex
 
 import torch
+from torch import nn
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 2**25  # kernels hold the bits of one row, and the elements of 32 rows, in int32
@@ -54,6 +55,12 @@ def check_bool(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a bool: strings such as "False" are true in Python."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_module(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is an `nn.Module`."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name} must be an nn.Module, got {type(value).__name__}")
 
 
 def check_table_name(name: object) -> None:

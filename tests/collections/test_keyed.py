@@ -150,6 +150,30 @@ def test_one_string_is_no_list_of_sparse_parameters() -> None:
         optimizer.init_state("w")
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_wrapper_has_the_groups_that_its_optimizer_loads(*, is_copied: bool) -> None:
+    layer = nn.Linear(2, 1)
+    saved = torch.optim.Adam(layer.parameters(), 0.5)
+    layer(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    wrapper = KeyedOptimizerWrapper(
+        dict(layer.named_parameters()), partial(torch.optim.Adam, lr=0.1)
+    )
+    wrapper = copy.deepcopy(wrapper) if is_copied else wrapper
+    combined = CombinedOptimizer([GradientClippingOptimizer(wrapper)])
+    wrapper.wrapped.load_state_dict(saved.state_dict())
+    assert combined.param_groups[0]["lr"] == 0.5
+    assert wrapper.keyed_state()["weight"]["step"] == 1
+    combined.param_groups[0]["lr"] = 0.25
+    assert wrapper.wrapped.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("pair", [(), ("a",), (3, None)])
+def test_combined_refuses_what_is_not_a_pair(pair: Any) -> None:
+    with pytest.raises(TypeError, match=r"pairs \(prefix, optimizer\), got"):
+        CombinedOptimizer([pair])
+
+
 def test_combined_refuses_equal_names() -> None:
     parts = [
         KeyedOptimizerWrapper(dict(nn.Linear(1, 1).named_parameters()), torch.optim.Adam)
@@ -223,6 +247,8 @@ def test_tracking_the_norm_does_not_change_gradients() -> None:
     assert layer.bias.grad.tolist() == [1.0]
     with pytest.raises(ValueError, match=r"max_gradient must be >= 0, got -1\.0"):
         GradientClippingOptimizer(inner, GradientClipping.NORM, -1.0)  # would turn gradients round
+    with pytest.raises(TypeError, match="track_grad_norm must be True or False"):
+        GradientClippingOptimizer(inner, track_grad_norm="no")  # type: ignore[arg-type]
     for norm_type in (-1.0, 0.0, float("nan")):
         with pytest.raises(ValueError, match="norm_type must be above 0"):
             GradientClippingOptimizer(inner, norm_type=norm_type)

@@ -611,6 +611,9 @@ def test_duplicates_that_cannot_be_one() -> None:
     model = Duplicates(optim.SGD(0.1))
     with pytest.raises(KeyError, match="duplicates are"):
         emblib.share_tables(model, ["own"])
+    for function in (emblib.share_tables, emblib.duplicate_tables, FusedOptimizer.of):
+        with pytest.raises(TypeError, match=r"must be an nn\.Module, got int"):
+            function(3)  # type: ignore[operator]
     loss_of(model(make_batch(0))).backward()
     with pytest.raises(ValueError, match="share tables before training"):
         emblib.share_tables(model)

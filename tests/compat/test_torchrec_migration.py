@@ -234,6 +234,7 @@ def test_what_has_no_counterpart_is_left() -> None:
             "adam": with_adam.bags,
             "sharded": other("ShardedEmbeddingBagCollection", "torchrec.distributed.embeddingbag"),
             "quantised": other("EmbeddingBagCollection", "torchrec.quant.embedding_modules"),
+            "empty": torchrec.EmbeddingBagCollection(tables=[]),
         }
     )
     migration = emblib.migrate(model)
@@ -242,6 +243,7 @@ def test_what_has_no_counterpart_is_left() -> None:
     assert "Adam with its settings is applied in backward" in reasons["adam"]
     assert "emblib.compat.fbgemm.install()" in reasons["sharded"]
     assert "call quantized(8)" in reasons["quantised"]
+    assert reasons["empty"] == "it has no tables"
 
 
 def test_a_wrapped_optimizer_is_refused() -> None:

@@ -177,6 +177,8 @@ def _no_part(ranks: RankGroup, wrap: str) -> list[float]:
             parameter.grad = torch.full_like(parameter, float("nan"))
     with pytest.raises(RuntimeError, match="all gradients together have a norm of nan"):
         clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
+    with pytest.raises(TypeError, match="error_if_nonfinite must be True or False"):
+        clip_grad_norm_(model, BOUND, error_if_nonfinite="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="norm_type must be above 0"):
         clip_grad_norm_(model, BOUND, 0)
     return norms

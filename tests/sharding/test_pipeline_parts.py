@@ -460,7 +460,7 @@ def test_wrong_use_is_told() -> None:
         TypeError, match=r"DrainAll\(\), StopAtShortest\(\) or AssumeEqual\(\), got 'longest'"
     ):
         line(uneven_inputs="longest")
-    with pytest.raises(TypeError, match="model must be a module, got int"):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got int"):
         TrainPipelineBase(3, None)  # type: ignore[arg-type]
     functions: Any = {"forward": 3, "on_progress": 3, "inputs": {"bags": "batch"}}
     for name, value in functions.items():

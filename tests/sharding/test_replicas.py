@@ -154,6 +154,8 @@ def _rates_of_one_replica(ranks: RankGroup) -> str:
     if ranks.rank == 3:
         for group in model.fused_optimizer.param_groups:
             group["lr"] = 0.5
+    with pytest.raises(TypeError, match="optimizer_states must be True or False"):
+        model.sync(optimizer_states="no")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"0\.1 on ranks? .* and 0\.5 on rank 3") as raised:
         model.sync()
     torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)

@@ -23,6 +23,7 @@ from emblib.columns import Hyper
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops.autograd import is_fused
 from emblib.optim import Optimizer
+from emblib.specs import check_module
 from emblib.tables.base import FusedTables
 from emblib.tables.hyperparameters import group_entries_of
 
@@ -131,7 +132,9 @@ class FusedOptimizer(KeyedOptimizer):
 
         Raises:
             RuntimeError: tables are on meta.
+            TypeError: `module` is not a module.
         """
+        check_module("module", module)
         modules: dict[str, HasFusedTables] = {}
         for path, submodule in module.named_modules():
             if isinstance(submodule, HasFusedTables):

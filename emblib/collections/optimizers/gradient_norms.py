@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.grad_mode import without_gradients
-from emblib.specs import OptionEnum
+from emblib.specs import OptionEnum, check_bool
 from emblib.tables.parameters import is_updated_in_backward
 
 
@@ -98,7 +98,9 @@ def clip_grad_norm_(
             tables that backward updates, on any rank; or the parameters are over several groups of
             ranks.
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        TypeError: `error_if_nonfinite` is not a bool.
     """
+    check_bool("error_if_nonfinite", error_if_nonfinite)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
     if not max_norm >= 0:

@@ -15,7 +15,7 @@ from torch import nn
 from emblib.collections.configs import TableConfig
 from emblib.collections.optimizers.conversions import from_torch
 from emblib.optim import NO_UPDATE, Optimizer
-from emblib.specs import format_config
+from emblib.specs import check_bool, format_config
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.parameters import is_updated_in_backward
 
@@ -193,7 +193,11 @@ def _step_in_backward(parameter: nn.Parameter, torch_optimizer: torch.optim.Opti
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], *, include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters without an optimizer in backward; with `include`, those with one."""
+    """Yield the parameters without an optimizer in backward; with `include`, those with one.
+
+    Raises TypeError, at the first parameter, if `include` is not a bool.
+    """
+    check_bool("include", include)
     for name, parameter in named_parameters:
         is_marked = hasattr(parameter, _IN_BACKWARD_ATTRIBUTE) or is_updated_in_backward(parameter)
         if is_marked is include:

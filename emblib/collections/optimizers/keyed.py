@@ -24,7 +24,7 @@ from emblib.collections.optimizers.gradient_norms import (
 )
 from emblib.collections.optimizers.torch_states import with_names, without_params
 from emblib.grad_mode import without_gradients
-from emblib.specs import OptionEnum
+from emblib.specs import OptionEnum, check_bool
 from emblib.tables.parameters import is_updated_in_backward
 
 State = dict[str, dict[str, Any]]  # states by name, by the name of their parameter
@@ -272,6 +272,25 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super().__init__(params, [{"params": list(params.values())}])
         self.param_groups = self.wrapped.param_groups
         self.state, self.defaults = self.wrapped.state, self.wrapped.defaults
+        self.wrapped.register_load_state_dict_post_hook(self._keep_groups)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.wrapped.register_load_state_dict_post_hook(self._keep_groups)
+
+    def _keep_groups(self, wrapped: TorchOptimizer) -> None:
+        """Keep the groups and the state that are here: loading gives `wrapped` new objects.
+
+        Schedulers, and the optimizers around this one, write to the groups that are here.
+        """
+        if wrapped.param_groups is self.param_groups:
+            return
+        for group, loaded_group in zip(self.param_groups, wrapped.param_groups, strict=True):
+            group.clear()
+            group.update(loaded_group)
+        self.state.clear()
+        self.state.update(wrapped.state)
+        wrapped.param_groups, wrapped.state = self.param_groups, self.state
 
     def step(self, closure: Any = None) -> Any:
         """Make one step of the wrapped optimizer."""
@@ -378,7 +397,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         track_grad_norm: whether `last_total_grad_norm` is computed if the norm is not clipped.
 
     Raises:
-        TypeError: `optimizer` is not a `KeyedOptimizer`.
+        TypeError: `optimizer` is not a `KeyedOptimizer`, or `track_grad_norm` is not a bool.
         ValueError: `max_gradient` is negative or NaN, `norm_type` is not above 0, or `clipping` is
             unknown.
 
@@ -398,6 +417,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         *,
         track_grad_norm: bool = False,
     ) -> None:
+        check_bool("track_grad_norm", track_grad_norm)
         super().__init__(optimizer)
         if not max_gradient >= 0.0:
             raise ValueError(f"max_gradient must be >= 0, got {max_gradient}")
@@ -457,18 +477,15 @@ class CombinedOptimizer(KeyedOptimizer):
             the names of the optimizer.
 
     Raises:
-        TypeError: an optimizer is not a `KeyedOptimizer`.
+        TypeError: an optimizer is not a `KeyedOptimizer`, or a tuple is not such a pair.
         ValueError: two optimizers have a parameter or a state of the same name.
     """
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
-        self._optimizers = [
-            optimizer if isinstance(optimizer, tuple) else ("", optimizer)
-            for optimizer in optimizers
-        ]
+        self._optimizers = [_with_prefix(optimizer) for optimizer in optimizers]
         parameters_by_name: dict[str, Any] = {}
         for prefix, optimizer in self._optimizers:
-            extra_names = dict.fromkeys(keyed(optimizer).extra_state_names)
+            extra_names = dict.fromkeys(optimizer.extra_state_names)
             for name, parameter in {**optimizer.params, **extra_names}.items():
                 if (key := _add_prefix(prefix, name)) in parameters_by_name:
                     raise ValueError(
@@ -619,6 +636,14 @@ class CombinedOptimizer(KeyedOptimizer):
         """Reset the gradients of all optimizers."""
         for _, optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
+
+
+def _with_prefix(optimizer: Any) -> tuple[str, KeyedOptimizer]:
+    """Return an optimizer with its prefix, "" for one without."""
+    pair = optimizer if isinstance(optimizer, tuple) else ("", optimizer)
+    if len(pair) != 2 or not isinstance(pair[0], str):
+        raise TypeError(f"optimizers must be optimizers or pairs (prefix, optimizer), got {pair}")
+    return pair[0], keyed(pair[1])
 
 
 def _add_prefix(prefix: str, name: str) -> str:

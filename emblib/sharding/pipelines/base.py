@@ -27,6 +27,7 @@ from emblib.sharding.pipelines.inputs import (
 )
 from emblib.sharding.pipelines.loading import DrainAll, Loader, Meter, Progress, Step, UnevenInputs
 from emblib.sharding.ranks import RankGroup
+from emblib.specs import check_module
 
 
 class TrainPipelineBase:
@@ -87,8 +88,7 @@ class TrainPipelineBase:
         on_progress: Callable[[Progress], object] | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a module, got {type(model).__name__}")
+        check_module("model", model)
         is_optimizer = hasattr(optimizer, "zero_grad") and hasattr(optimizer, "step")
         if optimizer is not None and not is_optimizer:
             raise TypeError(
