@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from emblib.compat.dynamicemb_functions import DynamicEmbTables, SavedNumbers, raise_on_all_ranks
 from emblib.compat.dynamicemb_sharders import dynamic_tables_in
 from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
+from emblib.compat.fbgemm_types import check_flags, check_names
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.dynamicemb import read_dynamicemb, set_dynamicemb, stage_dynamicemb
@@ -173,9 +174,10 @@ def DynamicEmbDump(
         NotImplementedError: DynamicEmb does not have the optimizer of a table.
         OSError: a file could not be written or moved; the earlier files are unchanged.
         RuntimeError: another rank failed; the earlier files are unchanged.
-        TypeError: `table_names` is not a mapping.
+        TypeError: `table_names` is not a mapping of sequences, or a flag is text.
         ValueError: a module or table does not exist, or ranks have different paths or tables.
     """
+    check_flags(allow_overwrite=allow_overwrite)
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
     omitted = _omitted_parts(states=optim, counts=counter)
@@ -203,7 +205,9 @@ def dump_module(
 
 def _checked_names(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
     """Return the names of the tables, None for all; ValueError if the module does not have one."""
-    requested_names = module.table_names if names is None else list(names)
+    requested_names = module.table_names
+    if names is not None:
+        requested_names = check_names("table_names", names)
     if unknown_names := sorted(set(requested_names) - set(module.table_names)):
         raise ValueError(f"there are no tables {unknown_names}, there are {module.table_names}")
     return requested_names
@@ -345,7 +349,7 @@ def DynamicEmbLoad(
             changed.
         NotImplementedError: DynamicEmb does not have the optimizer of a table.
         RuntimeError: another rank failed; the message says whether tables were changed.
-        TypeError: `table_names` is not a mapping.
+        TypeError: `table_names` is not a mapping of sequences, or a flag is text.
         ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
             (`dist_type` continuous of DynamicEmb); a module or table does not exist; or ranks have
             different paths or tables. Nothing is changed.
@@ -424,6 +428,7 @@ def _read(
 
 def _omitted_parts(**flags: bool | None) -> list[str]:
     """Return the names of the flags that are not set: parts that are neither written nor read."""
+    check_flags(optim=flags["states"], counter=flags["counts"])
     return [part_name for part_name, is_included in flags.items() if not is_included]
 
 
@@ -433,7 +438,7 @@ def _tables_of(
     """Yield the tables `names` of a model, by module; None for all. Warn if it has no tables.
 
     Raises:
-        TypeError: `names` is not a mapping.
+        TypeError: `names` is not a mapping of sequences.
         ValueError: a module or table does not exist.
     """
     modules = list(modules_of(model))
@@ -447,6 +452,7 @@ def _tables_of(
         requested_names = (
             module.table_names if names is None else names.get(path, names.get(module_name, ()))
         )
+        check_names(f"table_names[{path!r}]", requested_names)
         if unknown_names := sorted(set(requested_names) - set(module.table_names)):
             raise ValueError(f"{path} has no tables {unknown_names}, it has {module.table_names}")
         for name in requested_names:

@@ -28,7 +28,13 @@ from emblib.compat.dynamicemb_types import (
     DynamicEmbInitializerMode,
     DynamicEmbTableOptions,
 )
-from emblib.compat.fbgemm_types import EmbOptimType, as_member
+from emblib.compat.fbgemm_types import (
+    EmbOptimType,
+    as_member,
+    check_flags,
+    check_names,
+    check_positive,
+)
 from emblib.compat.torchrec_planner import (
     EmbeddingEnumerator,
     EmbeddingShardingPlanner,
@@ -49,7 +55,8 @@ DEFAULT_BUCKET_CAPACITY = 128  # rows per bucket
 
 
 def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
-    """Return `n` rounded up to a positive multiple of `alignment`."""
+    """Return `n` rounded up to a positive multiple of `alignment`, which must be positive too."""
+    check_positive("alignment", alignment)
     return max(-(-int(n) // alignment), 1) * alignment
 
 
@@ -121,8 +128,10 @@ def get_constraint_capacity(
 
     Raises:
         NotImplementedError: dynamic tables cannot have the optimizer.
-        ValueError: `bucket_capacity` is not a positive multiple of BUCKET_ALIGNMENT.
+        ValueError: `bucket_capacity` is not a positive multiple of BUCKET_ALIGNMENT, or `dim` is
+            below 1.
     """
+    check_positive("dim", dim)
     rows_per_bucket = _rows_per_bucket(bucket_capacity)
     bucket_bytes = bytes_per_row(dtype, dim, _optimizer_of(optimizer_type)) * rows_per_bucket
     num_buckets = int(memory_bytes) // bucket_bytes
@@ -171,6 +180,7 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
         dynamicemb_options: options of a dynamic table.
 
     Raises:
+        TypeError: `use_dynamicemb` is text.
         ValueError: a dynamic table has no options, or other sharding types than ROW_WISE; or an
             attribute is set that `ParameterConstraints` refuses.
     """
@@ -181,6 +191,7 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
     )
 
     def __post_init__(self) -> None:
+        check_flags(use_dynamicemb=self.use_dynamicemb)
         if not self.use_dynamicemb:
             super().__post_init__()
             return
@@ -409,14 +420,18 @@ def get_planner(
         pg: process group of the ranks; None is all processes.
 
     Raises:
+        TypeError: the names of replicated tables are one text.
         ValueError: `pipeline_type` has another value.
     """
     kernels = {"none": None, "native": None, "prefetch": ["fused_uvm_caching"]}
     if pipeline_type not in kernels:
         raise ValueError(f"pipeline_type must be one of {sorted(kernels)}, got {pipeline_type!r}")
+    replicated_names = check_names(
+        "data_parallel_embedding_table_names", data_parallel_embedding_table_names
+    )
     constraints: dict[str, ParameterConstraints] = {}
     for config in eb_configs:
-        if config.name in data_parallel_embedding_table_names:
+        if config.name in replicated_names:
             constraint = DynamicEmbParameterConstraints(
                 sharding_types=[ShardingType.DATA_PARALLEL.value]
             )

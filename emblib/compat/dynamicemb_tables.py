@@ -35,8 +35,17 @@ from emblib.compat.fbgemm_types import (
     CowClipDefinition,
     EmbOptimType,
     WeightDecayMode,
+    check_flags,
+    check_names,
 )
 
+_FLAGS = (
+    "use_index_dedup",
+    "prefetch_pipeline",
+    "enforce_hbm",
+    "stochastic_rounding",
+    "gradient_clipping",
+)
 _BUCKET_ROWS = 32  # rows per bucket of emblib's hash tables
 
 
@@ -169,6 +178,7 @@ class CacheMetrics:
 
     def set_record_cache_metrics(self, record: bool) -> None:
         """Start or stop counting; each forward then waits for the device."""
+        check_flags(record=record)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -208,7 +218,8 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     Raises:
         NotImplementedError: an option or the optimizer is not supported.
-        TypeError: table options or an admission strategy are objects of another class.
+        TypeError: table options or an admission strategy are objects of another class, a flag is
+            text, or `table_names` are not a sequence.
         ValueError: options are missing, invalid or contradict each other, or tables differ in
             options that must be equal (`DynamicEmbTableOptions.get_grouped_key`).
     """
@@ -244,6 +255,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     ) -> None:
         arguments = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
         super().__init__()
+        check_flags(**{name: getattr(arguments, name) for name in _FLAGS})
         self._options = _checked_options(table_options)
         self._names = _unique_names(table_names, len(self._options))
         self.pooling_mode = DynamicEmbPoolingMode(pooling_mode)
@@ -517,8 +529,13 @@ def _checked_options(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicE
 
 
 def _unique_names(names: list[str] | None, count: int) -> list[str]:
-    """Return `count` names, by default t0, t1, ...; raise ValueError unless they are distinct."""
-    names = [f"t{i}" for i in range(count)] if names is None else list(names)
+    """Return `count` names, by default t0, t1, ...; raise ValueError unless they are distinct.
+
+    Raise TypeError if `names` is not a sequence.
+    """
+    if names is None:
+        names = [f"t{i}" for i in range(count)]
+    names = check_names("table_names", names)
     if len(names) != count or len(set(names)) != count:
         raise ValueError(f"table_names must be {count} different names, got {names}")
     return names

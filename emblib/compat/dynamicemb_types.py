@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.compat.fbgemm_types import check_flags
+
 BATCH_SIZE_PER_DUMP = 65536
 """Maximum number of rows that are handled at a time."""
 BUCKET_ALIGNMENT = 16
@@ -201,7 +203,8 @@ class DynamicEmbTableOptions:
 
     Raises:
         NotImplementedError: a tuple of scores is not one of TIMESTAMP and LFU.
-        TypeError: `score_strategy` is neither a strategy nor a tuple of strategies.
+        TypeError: `score_strategy` is neither a strategy nor a tuple of strategies, or a flag is
+            text.
         ValueError: the mode of `eval_initializer_args` is not CONSTANT, or `dist_type` is unknown.
     """
 
@@ -228,6 +231,7 @@ class DynamicEmbTableOptions:
     admission_counter: KVCounter | None = None
 
     def __post_init__(self) -> None:
+        check_flags(training=self.training, caching=self.caching)
         if self.eval_initializer_args.mode is not DynamicEmbInitializerMode.CONSTANT:
             raise ValueError(
                 "eval_initializer_args must be CONSTANT, got "

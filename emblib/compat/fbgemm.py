@@ -68,6 +68,7 @@ from emblib.compat.fbgemm_types import (
     VBEMetadata,
     WeightDecayMode,
     as_member,
+    check_flags,
 )
 
 __all__ = [
@@ -124,7 +125,8 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
     Raises:
         NotImplementedError: `use_mtia` is set, or a number format is another one.
         RuntimeError: `use_cpu` is not set, and torch sees no GPU.
-        TypeError: a number of rows or a dim, or the table of a feature, is not an int.
+        TypeError: a number of rows or a dim, or the table of a feature, is not an int, or a flag is
+            text.
         ValueError: there is no table, the table of a feature does not exist, or `pooling_mode` is
             unknown.
     """
@@ -140,6 +142,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         use_mtia: bool = False,
     ) -> None:
         super().__init__()
+        check_flags(use_cpu=use_cpu, use_mtia=use_mtia)
         if use_mtia:
             raise NotImplementedError("MTIA is an accelerator emblib has no kernels for")
         if not embedding_specs:
@@ -233,7 +236,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         AssertionError: `preallocated_host_buffers` do not fit the module.
         NotImplementedError: an argument, or its value, is not supported.
         RuntimeError: tables are for a GPU, and torch sees none.
-        TypeError: rows, a dim or the table of a feature is not an integer.
+        TypeError: rows, a dim or the table of a feature is not an integer, a flag is text, or
+            `table_names` are not a sequence.
         ValueError: an argument has an invalid value, or arguments contradict each other.
     """
 

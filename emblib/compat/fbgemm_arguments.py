@@ -40,6 +40,8 @@ from emblib.compat.fbgemm_types import (
     UserEnabledConfigDefinition,
     WeightDecayMode,
     as_member,
+    check_flags,
+    check_names,
 )
 
 _ENUM_OF_ARGUMENT = {
@@ -52,6 +54,16 @@ _ENUM_OF_ARGUMENT = {
     "pooling_mode": PoolingMode,
     "bounds_check_mode": BoundsCheckMode,
 }
+_FLAGS = (
+    "enforce_hbm",
+    "gather_uvm_cache_stats",
+    "stochastic_rounding",
+    "gradient_clipping",
+    "uvm_non_rowwise_momentum",
+    "uvm_host_mapped",
+    "use_experimental_tbe",
+    "prefetch_pipeline",
+)
 # Arguments that must be left out, and why.
 _UNSUPPORTED = {
     "tbe_input_multiplexer_config": "dumping inputs is a tool of FBGEMM's own; record the batches "
@@ -107,7 +119,8 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     Raises:
         NotImplementedError: an argument or the device is not supported.
         RuntimeError: tables are for a GPU, `device` is None, and torch sees no GPU.
-        TypeError: rows, a dim or the table of a feature is not an integer.
+        TypeError: rows, a dim or the table of a feature is not an integer, a flag is text, or
+            `table_names` are not a sequence.
         ValueError: there is no table, an enum member does not exist, or arguments contradict each
             other.
     """
@@ -115,6 +128,12 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name) not in (None, False):
             raise NotImplementedError(f"{name} is not supported: {reason}; leave it out")
+    check_flags(**{name: getattr(args, name) for name in _FLAGS})
+    if args.record_cache_metrics is not None:
+        check_flags(
+            record_cache_miss_counter=args.record_cache_metrics.record_cache_miss_counter,
+            record_tablewise_cache_miss=args.record_cache_metrics.record_tablewise_cache_miss,
+        )
     for name, enum_class in _ENUM_OF_ARGUMENT.items():
         if getattr(args, name) is not None:
             setattr(args, name, as_member(enum_class, getattr(args, name)))
@@ -133,8 +152,12 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     if args.feature_table_map is None:
         args.feature_table_map = list(range(num_tables))
     args.feature_table_map = [operator.index(t) for t in args.feature_table_map]
-    if args.table_names is not None and len(args.table_names) != num_tables:
-        raise ValueError(f"table_names must have {num_tables} names, got {len(args.table_names)}")
+    if args.table_names is not None:
+        args.table_names = check_names("table_names", args.table_names)
+        if len(args.table_names) != num_tables:
+            raise ValueError(
+                f"table_names must have {num_tables} names, got {len(args.table_names)}"
+            )
     if args.extra_optimizer_config is None:
         args.extra_optimizer_config = UserEnabledConfigDefinition()
     for name in ("embedding_table_index_type", "embedding_table_offset_type"):

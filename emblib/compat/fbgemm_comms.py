@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from emblib.compat.fbgemm_operators import messages, pooled, rowwise
 from emblib.compat.fbgemm_operators.messages import RoundingMode
-from emblib.compat.fbgemm_types import SparseType, as_member
+from emblib.compat.fbgemm_types import SparseType, as_member, check_flags
 
 # Bytes of a row after its values: scale and minimum of INT8, scale and 0 of FP8.
 _ROW_SCALE_BYTES = 8
@@ -62,7 +62,7 @@ def fp32_to_mx4(
 
     Raises:
         NotImplementedError: `ebits`, `mbits` or `stochastic_casting` has another value.
-        RuntimeError: `group_size` is odd, or not positive.
+        RuntimeError: `group_size` is odd, or not positive, or `tensor` has no dimension.
         ValueError: `rounding_mode` is not a `RoundingMode`.
     """
     if (ebits, mbits) != (2, 1) or stochastic_casting:
@@ -183,6 +183,7 @@ class QuantizedCommCodec:
         self._row_dim = -1 if row_dim is None else row_dim
         if row_dim is None and self._precision is SparseType.MX4:
             self._row_dim = QuantizationContext().mx_group_size
+        check_flags(is_fwd=is_fwd)
         self._is_fwd = is_fwd
         self._rounding = RoundingMode.even if rounding_mode is None else rounding_mode
         output_format = SparseType.FP32 if output_dtype is None else output_dtype
@@ -301,7 +302,8 @@ class QuantizedCommCodec:
             qcomm_ctx: context of the message.
 
         Raises:
-            ValueError: padded values have another number of columns than `dim_per_rank[my_rank]`.
+            ValueError: padded values have another number of columns than `dim_per_rank[my_rank]`,
+                or there is no rank `my_rank`.
         """
         if input_tensor.ndim == 1:
             return input_tensor.size(0), 0
@@ -312,6 +314,8 @@ class QuantizedCommCodec:
             block_size = qcomm_ctx.row_dim
         else:
             return num_columns, 0
+        if not 0 <= my_rank < len(dim_per_rank):
+            raise ValueError(f"my_rank must be in [0, {len(dim_per_rank)}), got {my_rank}")
         if num_columns != dim_per_rank[my_rank]:
             raise ValueError(
                 f"rank {my_rank} has {dim_per_rank[my_rank]} columns, got {num_columns}"
@@ -358,6 +362,9 @@ class PermutePooledEmbeddings:
         embs_dims: number of columns of each feature.
         permute: features in their new order; some may be missing or repeated.
         device: device of the permutation; None is torch's default device.
+
+    Raises:
+        IndexError: `permute` has a feature that does not exist.
     """
 
     def __init__(
@@ -367,6 +374,8 @@ class PermutePooledEmbeddings:
         device: torch.device | None = None,
     ) -> None:
         dims = [int(dim) for dim in embs_dims]
+        if absent := [feature for feature in permute if not 0 <= feature < len(dims)]:
+            raise IndexError(f"permute has features outside [0, {len(dims)}): {absent}")
         self._offsets = torch.tensor([0, *itertools.accumulate(dims)], device=device)
         self._permute = torch.tensor(list(permute), dtype=torch.int64, device=device)
         self._is_identity = list(permute) == list(range(len(dims)))

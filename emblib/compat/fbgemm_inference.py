@@ -30,6 +30,7 @@ from emblib.compat.fbgemm_types import (
     RecordCacheMetrics,
     SparseType,
     as_member,
+    check_flags,
 )
 from emblib.inference import InferenceEmbeddingBags, RowIndex
 from emblib.ops import codes, quant, tbe
@@ -149,6 +150,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         indices_dtype: torch.dtype = torch.int32,
     ) -> None:
         _check_fixed(locals())
+        check_flags(enforce_hbm=enforce_hbm, uvm_host_mapped=uvm_host_mapped)
         super().__init__()
         self.fp8_exponent_bits = 4 if fp8_exponent_bits is None else fp8_exponent_bits
         self.fp8_exponent_bias = 7 if fp8_exponent_bias is None else fp8_exponent_bias
@@ -411,6 +413,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         With `split_scale_shifts` an entry is the codes, and scale and bias or None; without it the
         whole rows, and None: modes 1 and 0 of `split_embedding_weights_with_scale_bias`.
         """
+        check_flags(split_scale_shifts=split_scale_shifts)
         mode = 1 if split_scale_shifts else 0
         parts = self.split_embedding_weights_with_scale_bias(mode)
         return [(rows, header) for rows, header, _ in parts]
@@ -538,6 +541,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         Raises:
             ValueError: the numbers of maps and tables differ.
         """
+        check_flags(use_array_for_index_remapping=use_array_for_index_remapping)
         num_tables = len(self.embedding_specs)
         remappings: list[Tensor | None] = list(index_remapping) or [None] * num_tables
         if len(remappings) != num_tables:

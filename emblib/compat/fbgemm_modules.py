@@ -27,6 +27,7 @@ from emblib.compat import (
 )
 from emblib.compat.fbgemm_operators import dense_jagged
 from emblib.compat.fbgemm_operators.pruning import PrunedMap
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 
@@ -96,6 +97,7 @@ def get_table_batched_offsets_from_dense(
         use_cpu: whether the results are on the CPU. If not, they are on the current GPU, or on
             torch's default device if there is no GPU.
     """
+    check_flags(use_cpu=use_cpu)
     if L is None or total_B is None:
         num_tables, batch_size, L = merged_indices.shape
         total_B = num_tables * batch_size
@@ -224,6 +226,7 @@ class Installation:
             ModuleNotFoundError: `fallback` is set, and FBGEMM is not installed.
             RuntimeError: the real fbgemm_gpu was imported, or its operators are registered.
         """
+        check_flags(fallback=fallback)
         foreign_modules = sorted(
             name
             for name, module in sys.modules.items()

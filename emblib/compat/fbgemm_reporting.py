@@ -22,6 +22,7 @@ from emblib.compat.fbgemm_types import (
     MultiPassPrefetchConfig,
     RecordCacheMetrics,
     UVMCacheStatsIndex,
+    check_flags,
 )
 
 _logger = logging.getLogger(__name__)
@@ -222,6 +223,7 @@ class CacheCounters:
         Raises:
             RuntimeError: the module was made without gather_uvm_cache_stats.
         """
+        check_flags(use_local_cache=local)
         if not self.gathers_stats:
             raise RuntimeError("make the module with gather_uvm_cache_stats=True to read them")
         return self._batch_counts.clone() if local else self._read_counts()[0]

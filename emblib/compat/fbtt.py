@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import RowEviction, TTCache, TTSpec, optim
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.fbtt_tables import StackedCachedTTBags, StackedTTBags, StateDictReader
 from emblib.reference import tt as reference
 
@@ -91,6 +92,7 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
         >>> suggested_tt_shapes(11_000_000, 3)
         [200, 220, 250]
     """
+    check_flags(allow_round_up=allow_round_up)
     if n < 1 or d < 1:
         raise ValueError(f"a positive number has a positive number of factors, got {n} and {d}")
     num_candidates = len(str(n)) if allow_round_up else 1
@@ -205,6 +207,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_flags(sparse=sparse, use_cache=use_cache)
         initializer = _initializer(weight_dist)
         num_cores = len(tt_ranks) + 1
         row_factors, dim_factors = tt_p_shapes, tt_q_shapes

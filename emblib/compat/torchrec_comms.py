@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from emblib.compat import fbgemm_comms
-from emblib.compat.fbgemm_types import SparseType
+from emblib.compat.fbgemm_types import SparseType, check_flags
 from emblib.compat.torchrec_types import Interface, Subscripted
 from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
 from emblib.sharding.awaitables import Awaitable
@@ -98,6 +98,7 @@ class QCommsConfig:
     fp8_bwd_uses_143: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(fp8_bwd_uses_143=self.fp8_bwd_uses_143)
         self.forward_precision = CommType(self.forward_precision)
         self.backward_precision = CommType(self.backward_precision)
 
@@ -183,6 +184,7 @@ def get_gradient_division() -> bool:
 def set_gradient_division(val: bool) -> None:
     """Set whether the collectives below divide gradients by the number of ranks."""
     global _divides_gradients
+    check_flags(val=val)
     _divides_gradients = bool(val)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib.compat.fbgemm_types import check_flags
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -58,6 +60,7 @@ class Perceptron(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        check_flags(bias=bias)
         self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
         self._activation_fn = activation
 
@@ -98,6 +101,7 @@ class MLP(nn.Module):
         activation_on_last: bool = True,
     ) -> None:
         super().__init__()
+        check_flags(bias=bias, activation_on_last=activation_on_last)
         sizes, layers = [in_size, *layer_sizes], []
         for layer_number, (in_columns, out_columns) in enumerate(pairwise(sizes), 1):
             is_last = layer_number == len(layer_sizes)

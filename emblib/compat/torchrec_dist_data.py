@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.compat import torchrec_comms as comms
+from emblib.compat.fbgemm_types import check_positive
 from emblib.compat.torchrec_comms import QuantizedCommCodecs
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.sharding import RankGroup
@@ -59,9 +60,9 @@ def run_on_leader(pg: Any, rank: int) -> Callable[[Callable[..., T]], Callable[.
 def get_local_size(world_size: int | None = None) -> int:
     """Return the number of ranks per node: LOCAL_WORLD_SIZE if it divides `world_size`, else all.
 
-    `world_size` None is the number of processes.
+    `world_size` None is the number of processes; below 1 it raises ValueError, here and below.
     """
-    num_ranks = RankGroup().size if world_size is None else world_size
+    num_ranks = RankGroup().size if world_size is None else check_positive("world_size", world_size)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     is_divisor = 0 < local_size <= num_ranks and num_ranks % local_size == 0
     return local_size if is_divisor else num_ranks
@@ -381,7 +382,9 @@ class EmbeddingsAllToOneReduce(_ToOneDevice):
     """Add up tensors of several devices, at least one, on one device, in their order."""
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum."""
+        """Return the sum; raise ValueError if there is no tensor."""
+        if not tensors:
+            raise ValueError("there must be at least one tensor to add up, got none")
         first, *others = self._move(tensors)
         total = first.clone()
         for other in others:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import Eviction
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharders import (
     EmbeddingBagCollection,
@@ -150,6 +151,7 @@ class ManagedCollisionCollection(nn.Module):
         need_preprocess: bool = True,
     ) -> None:
         super().__init__()
+        check_flags(need_preprocess=need_preprocess)
         self._configs = list(embedding_configs)
         self._hash_modules: dict[str, MCHManagedCollisionModule] = {}  # by feature
         names = [config.name for config in self._configs]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
 from emblib.compat.torchrec_quant import (
@@ -141,6 +142,7 @@ def shard_modules(
         sharders: sharders of the classes of collections; None is the default ones.
         init_params: whether to allocate and initialize other modules on the meta device.
     """
+    check_flags(init_params=init_params)
     env = ShardingEnv(RankGroup()) if env is None else env
     sharders = default_sharders() if sharders is None else list(sharders)
     if plan is None and env.is_local:
@@ -229,6 +231,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 "allreduce_comm_precision must be 'fp16', 'bf16', or None for the dtype of the "
                 f"parameters, got {allreduce_comm_precision!r}"
             )
+        check_flags(static_graph=static_graph, find_unused_parameters=find_unused_parameters)
         options = {
             "bucket_cap_mb": bucket_cap_mb,
             "static_graph": static_graph,
@@ -343,6 +346,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
                     "model_tracker_configs must be None: emblib.sharding.checkpoints saves what "
                     f"changed, save(..., since=) of dynamic tables the keys. {RUN_TORCHREC_ITSELF}"
                 )
+            check_flags(init_data_parallel=init_data_parallel)
             optimizer = _common_setting([sharder.optimizer for sharder in sharders])
             comm_precision = _common_setting([sharder.comm_precision for sharder in sharders])
             return (
@@ -520,6 +524,7 @@ class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
         custom_model_fwd: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
+        check_flags(execute_all_batches=execute_all_batches)
         if not execute_all_batches:
             raise ValueError(
                 "execute_all_batches must be True: batches that were read are trained; end the "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections import optimizers
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.torchrec_types import Interface
 
 
@@ -90,6 +91,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         invalid_numbers = {name: value for name, value in numbers.items() if not value >= 0}
         if invalid_numbers:
             raise ValueError(f"the numbers of RowWiseAdagrad must be >= 0, got {invalid_numbers}")
+        check_flags(maximize=maximize)
         super().__init__(params, {**numbers, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -225,6 +227,7 @@ class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
         param_to_pgs: Mapping[Any, Any] | None = None,
         track_grad_norm: bool = False,
     ) -> None:
+        check_flags(track_grad_norm=track_grad_norm)
         super().__init__(
             optimizer, clipping, max_gradient, float(norm_type), track_grad_norm=track_grad_norm
         )

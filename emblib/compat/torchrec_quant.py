@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from emblib import collections as emblib_collections
 from emblib import sharding
 from emblib.compat import torchrec_script
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.torchrec_dist_data import rank_device
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,
@@ -515,6 +516,7 @@ def quantize_embeddings(
     Raises:
         ValueError: rows cannot have a dtype, or `additional_mapping` does not have a class.
     """
+    check_flags(inplace=inplace)
     observer = torch.ao.quantization.PlaceholderObserver
     qconfig = QuantConfig(
         observer.with_args(dtype=output_dtype),

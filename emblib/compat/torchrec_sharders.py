@@ -16,6 +16,7 @@ from emblib.collections.optimizers import (
     from_torch,
 )
 from emblib.compat import torchrec_script
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
     KERNELS,
@@ -225,6 +226,7 @@ _index_dedup = {"is_on": False}
 
 def set_ec_index_dedup(val: bool) -> None:
     """Set whether each `ShardedEmbeddingCollection` constructed from now on sends an id once."""
+    check_flags(val=val)
     _index_dedup["is_on"] = bool(val)
 
 
@@ -397,7 +399,8 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
     _is_pooled = False
 
     def __init__(self, *arguments: Any, use_index_dedup: bool = False, **options: Any) -> None:
-        dedup = use_index_dedup or get_ec_index_dedup()
+        check_flags(use_index_dedup=use_index_dedup)
+        dedup = bool(use_index_dedup) or get_ec_index_dedup()
         super().__init__(*arguments, dedup=dedup, **options)
 
     @property
@@ -537,7 +540,8 @@ class EmbeddingCollectionSharder(ModuleSharder):
         use_index_dedup: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
-        self.options = {"use_index_dedup": use_index_dedup}
+        check_flags(use_index_dedup=use_index_dedup)
+        self.options = {"use_index_dedup": bool(use_index_dedup)}
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES, RUN_TORCHREC_ITSELF
@@ -157,6 +158,7 @@ class Installation:
             ModuleNotFoundError: `fallback` is set, and TorchRec is not installed.
             RuntimeError: another `torchrec` was imported before.
         """
+        check_flags(fallback=fallback)
         root = self._modules[TORCHREC]
         foreign_modules = sorted(
             name

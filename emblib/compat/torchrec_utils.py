@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections import PositionWeightedProcessor
-from emblib.compat.fbgemm_types import EmbeddingLocation
+from emblib.compat.fbgemm_types import EmbeddingLocation, check_positive
 from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.sharding.dense import materialise
@@ -227,8 +227,9 @@ def sharder_name(t: Any) -> str:
 def placement(compute_device: str, rank: int, local_size: int) -> str:
     """Return the placement of a shard as text, e.g. `rank:3/cuda:1` or `rank:3/cpu`.
 
-    `local_size` is the number of ranks per host.
+    `local_size` is the number of ranks per host; below 1 it raises ValueError.
     """
+    check_positive("local_size", local_size)
     device_suffix = "" if compute_device == "cpu" else f":{rank % local_size}"
     return f"rank:{rank}/{compute_device}{device_suffix}"
 

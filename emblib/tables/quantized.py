@@ -27,6 +27,7 @@ from emblib.specs import (
     TableSpec,
     check_bool,
     check_float_dtype,
+    check_sequence,
 )
 from emblib.tables import base, batches, state_dicts
 from emblib.tables.base import check_features, table_numbers, warn_of_dtype
@@ -278,9 +279,10 @@ class QuantizedEmbeddingBags(nn.Module):
         """Return tables of zeros with other numbers of rows, and without `feature_labels`.
 
         Args:
-            rows: rows of each table; ValueError for another number of tables.
+            rows: rows of each table, a sequence; ValueError for another number of tables.
             device: device of the result; None uses the device of these tables.
         """
+        rows = check_sequence("rows", rows, "[100]")
         if len(rows) != len(self.tables):
             raise ValueError(f"rows must be one number per table, {len(self.tables)}, got {rows}")
         specs = [

@@ -181,6 +181,8 @@ def test_dumps_are_not_written_over(tmp_path: Path) -> None:
     DynamicEmbDump(str(tmp_path), model)
     with pytest.raises(FileExistsError, match="allow_overwrite=True"):
         DynamicEmbDump(str(tmp_path), model)
+    with pytest.raises(TypeError, match="allow_overwrite must be True or False, got 'no'"):
+        DynamicEmbDump(str(tmp_path), model, allow_overwrite="no")  # type: ignore[arg-type]
     train(model.sparse.users, [20])
     DynamicEmbDump(str(tmp_path), model, allow_overwrite=True)
     second = Model()
@@ -730,5 +732,13 @@ def test_requests_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
     model = Model(score_strategy=Score.CUSTOMIZED)
     with pytest.raises(TypeError, match=r"by module, a dict of lists, got \['u'\]"):
         DynamicEmbDump(str(tmp_path), model, ["u"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"table_names\['model.sparse.users'\] must be"):
+        DynamicEmbDump(str(tmp_path), model, {"users": "u"})
+    for call in (DynamicEmbDump, DynamicEmbLoad):
+        with pytest.raises(TypeError, match="optim must be True or False, got 'no'"):
+            call(str(tmp_path), model, optim="no")
+    with pytest.raises(TypeError, match="table_names must be a sequence"):
+        model.sparse.users.dump(str(tmp_path), table_names="users")
+    assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="scores must be ints by name of a table, got 5"):
         model.sparse.users.set_score(5)

@@ -219,6 +219,8 @@ OF_TABLES: list[tuple[dict[str, Any], type[Exception], str]] = [
         NotImplementedError,
         "only TIMESTAMP and LFU go together",
     ),
+    ({"training": "no"}, TypeError, "training must be True or False, got 'no'"),
+    ({"caching": "no"}, TypeError, "caching must be True or False, got 'no'"),
     ({"max_capacity": 0}, ValueError, "max_capacity of table 't0' must be an int >= 1, got 0"),
     ({"dim": 0}, ValueError, "dim of table 't0' must be an int >= 1, got 0"),
 ]
@@ -236,6 +238,8 @@ def test_table_options_without_meaning_raise(
 
 OF_MODULES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"optimizer": EmbOptimType.LAMB}, NotImplementedError, "optimizer LAMB is not supported"),
+    ({"table_names": "u"}, TypeError, "table_names must be a sequence"),
+    ({"enforce_hbm": "no"}, TypeError, "enforce_hbm must be True or False, got 'no'"),
     ({"weight_decay": 0.1}, ValueError, "weight_decay=0.1 has no part in SGD"),
     ({"max_norm": 1.0}, ValueError, "max_norm=1.0 has no part in SGD"),
     ({"momentum": 0.5}, ValueError, "momentum=0.5 has no part"),

@@ -439,6 +439,12 @@ def test_capacities_and_bytes() -> None:
     assert count(47 * row, torch.float16, DIM, kind, dynamicemb.MAX_BUCKET_CAPACITY) == 32
     with pytest.raises(ValueError, match="multiple of 16"):
         count(100 * row, torch.float16, DIM, kind, 0)
+    with pytest.raises(ValueError, match="dim must be >= 1"):
+        count(100, torch.float32, 0, kind)
+    with pytest.raises(ValueError, match="alignment must be >= 1"):
+        align(5, 0)
+    with pytest.raises(TypeError, match="data_parallel_embedding_table_names must be a sequence"):
+        get_planner([users], "users", {}, torch.device("cpu"))
     given = DynamicEmbInitializerArgs(lower=-3.0)
     assert dynamicemb.complete_initializer_args(given).upper == 1.0
     completed = dynamicemb.complete_initializer_args(given, embedding_config=users)

@@ -97,6 +97,13 @@ def test_an_unknown_argument_raises() -> None:
         ),
         ({"embedding_table_index_type": torch.int16}, ValueError, "int16"),
         ({"table_names": ["a"]}, ValueError, "table_names"),
+        ({"table_names": "ab"}, TypeError, "table_names must be a sequence"),
+        ({"stochastic_rounding": "no"}, TypeError, "stochastic_rounding must be True or False"),
+        (
+            {"record_cache_metrics": ours.RecordCacheMetrics("no", False)},  # type: ignore[arg-type]
+            TypeError,
+            "record_cache_miss_counter must be True or False",
+        ),
         ({"device": "cuda"}, ValueError, "device"),
         (
             {

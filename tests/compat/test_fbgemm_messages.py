@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,16 @@ def test_mx4_refuses_groups_that_do_not_fill_bytes(group_size: int) -> None:
         messages.to_mx4(values(3, 14), group_size)
     with pytest.raises(RuntimeError, match="group_size must be even and positive"):
         messages.mx4_to_float(values(3, 15).byte(), group_size)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [messages.to_mx4, messages.mx4_to_float, lambda x: messages.to_hfp8(x, 4, 14, 1.5)],
+    ids=["to_mx4", "mx4_to_float", "to_hfp8"],
+)
+def test_a_number_without_dimensions_has_no_rows(convert: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"must be rows \[..., D\], got \[\]"):
+        convert(torch.tensor(1.5))
 
 
 def test_mx4_refuses_an_unknown_rounding() -> None:
@@ -155,6 +166,8 @@ def test_fp8_rows_with_a_scale_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHREC_ENABLE_FP8_ROWWISE_PADDING", "1")
     assert codec.padded_size(values(2, 8), [8, 5], 0, context) == (12, 4)
     assert context.padded_dim_sum_per_rank == [12, 6]
+    with pytest.raises(ValueError, match=r"my_rank must be in \[0, 2\), got 2"):
+        codec.padded_size(values(2, 8), [8, 5], 2, context)
 
 
 def test_formats_that_are_refused() -> None:

@@ -118,6 +118,14 @@ def test_deduplication() -> None:
     assert unique[reverse].tolist() == indices.tolist()
     assert lengths.tolist() == [1, 1, 1, 0, 1, 1]
     assert ends.tolist() == [0, 1, 2, 3, 3, 4, 5]
+    for index in (-1, 10):  # of feature 0, whose table has 10 rows
+        with pytest.raises(RuntimeError, match=f"must be rows of their table, got .*{index}"):
+            jagged.jagged_unique_indices(
+                torch.tensor([0, 0, 10, 20]),
+                torch.tensor([0, 2, 3]),
+                offsets,
+                torch.cat([torch.tensor([index]), indices[1:]]),
+            )
 
 
 @pytest.mark.parametrize("kind", ["blocks", "many blocks", "bounds", "kept", "sizes"])
@@ -423,6 +431,7 @@ WRONG_LENGTHS: list[tuple[str, tuple[Any, ...], str]] = [
     ("sum_reduce_to_one", ([], torch.device("cpu")), "at least one tensor"),
     ("stacked_jagged_1d_to_dense", (IDS, IDS.view(1, 1), [0, 1], [1, 1], 0), "max_lengths_per_key"),
     ("bottom_k_per_row", (ROWS, torch.arange(4), True), "1 or 2 rows"),
+    ("bottom_k_per_row", (ROWS[:0], torch.arange(2), True), "input must have rows"),
     ("batched_unary_embeddings", (ROWS, IDS, IDS, IDS[:0]), "table_offsets"),
     ("init_address_lookup", (IDS, torch.tensor([0, 1]), torch.tensor([1, 1])), "emb_sizes"),
     ("prune_embedding_tables", (1, 1, IDS, IDS, torch.tensor([0, 1]), IDS[:0]), "emb_sizes"),

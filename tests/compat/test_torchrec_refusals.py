@@ -10,6 +10,9 @@ from torch import nn
 
 from emblib.compat import torchrec
 
+CPU = torch.device("cpu")
+NO: Any = "no"  # for a flag
+
 
 def collection() -> torchrec.EmbeddingBagCollection:
     configs = [
@@ -82,6 +85,25 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
         (
             lambda: torchrec.EmbeddingBagCollectionSharder({"bounds_check_mode": 0}),
             r"make the collection with bounds_check=BoundsCheck.FATAL",
+        ),
+        (lambda: torchrec.placement("cuda", 0, 0), "local_size must be >= 1"),
+        (lambda: torchrec.get_num_groups(0), "world_size must be >= 1"),
+        (lambda: torchrec.EmbeddingsAllToOneReduce(CPU, 0)([]), "at least one tensor"),
+        (
+            lambda: torchrec.EmbeddingCollectionSharder(use_index_dedup=NO),
+            "use_index_dedup must be T",
+        ),
+        (lambda: torchrec.set_ec_index_dedup(NO), "val must be True or False"),
+        (lambda: torchrec.set_gradient_division(NO), "val must be True or False"),
+        (lambda: torchrec.QCommsConfig(fp8_bwd_uses_143=NO), "fp8_bwd_uses_143 must be True"),
+        (lambda: torchrec.MLP(2, [2], bias=NO), "bias must be True or False"),
+        (
+            lambda: torchrec.quantize_embeddings(collection(), torch.int8, NO),
+            "inplace must be True",
+        ),
+        (
+            lambda: torchrec.DistributedModelParallel(collection(), init_data_parallel=NO),
+            "init_data_parallel must be True or False",
         ),
     ],
 )

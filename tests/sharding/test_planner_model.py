@@ -191,6 +191,11 @@ def test_a_topology_stores_plain_ints() -> None:
     assert type(topology.host_memory) is int
 
 
+def test_text_is_not_a_flag() -> None:
+    with pytest.raises(TypeError, match="is_weighted must be True or False, got 'no'"):
+        TableWorkload("", EmbeddingBagConfig(10, 8, "t"), None, "no", 16, 1.0)  # type: ignore[arg-type]
+
+
 def test_needed_bytes_are_whole_numbers() -> None:
     backing = BackingStore(HostRows(1001))
     config = EmbeddingBagConfig(1000, 8, "t", storage=Hash(backing=backing))

@@ -333,6 +333,8 @@ def test_wrong_use_is_refused() -> None:
         QuantizedEmbeddingBags([3])
     with pytest.raises(ValueError, match="rows must be one number per table, 2, got"):
         made.with_rows([1])
+    with pytest.raises(TypeError, match="rows must be a sequence"):
+        made.with_rows(3)
     with pytest.raises(ValueError, match="weights must be real"):
         made.write_rows(0, torch.zeros(50, 12, dtype=torch.complex64))
 

@@ -218,8 +218,9 @@ def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) ->
 
     Raises:
         RuntimeError: a row has fewer than k distinct values, with `requires_unique`; or there is
-            neither one k nor one per row.
+            neither one k nor one per row; or there are no rows.
     """
+    check(input.numel() > 0, f"input must have rows [..., D] with values, got {list(input.shape)}")
     rows = input.reshape(-1, input.size(-1))
     counts = k_offsets.diff().tolist()
     is_fixed = len(counts) == 1

@@ -46,6 +46,6 @@ def check_offsets(name: str, offsets: Tensor) -> None:
     check(offsets.numel() > 0, f"{name} must have one entry more than there are bags, got none")
 
 
-def check_rows(name: str, tensor: Tensor) -> None:
-    """Raise RuntimeError unless `tensor` has at least 2 dimensions, `[..., D]`."""
-    check(tensor.dim() >= 2, f"{name} must be rows [..., D], got {list(tensor.shape)}")
+def check_rows(name: str, tensor: Tensor, *, min_dim: int = 2) -> None:
+    """Raise RuntimeError unless `tensor` has at least `min_dim` dimensions, `[..., D]`."""
+    check(tensor.dim() >= min_dim, f"{name} must be rows [..., D], got {list(tensor.shape)}")

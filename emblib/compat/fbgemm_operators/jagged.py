@@ -679,7 +679,8 @@ def jagged_unique_indices(
         position among them of each of `indices`, `[L]`.
 
     Raises:
-        RuntimeError: `offsets` do not fit F features, or tensors have other dtypes.
+        RuntimeError: `offsets` do not fit F features, tensors have other dtypes, or an index is
+            outside its table.
     """
     num_features = hash_size_cumsum.numel() - 1
     check_ids("indices", indices)
@@ -696,9 +697,15 @@ def jagged_unique_indices(
     first_row_of_lookup = hash_size_cumsum[:-1].repeat_interleave(
         lengths_of_features, output_size=indices.numel()
     )
+    first_rows = hash_size_cumsum.index_select(0, hash_size_offsets)
+    rows_of_feature = first_rows.diff().repeat_interleave(hash_size_offsets.diff())
+    rows_of_lookup = rows_of_feature.repeat_interleave(
+        lengths_of_features, output_size=indices.numel()
+    )
+    is_outside = (indices < 0) | (indices >= rows_of_lookup)
+    check(not is_outside.any(), f"indices must be rows of their table, got {indices[is_outside]}")
     distinct_rows, inverse = torch.unique(indices + first_row_of_lookup, return_inverse=True)
     bags_per_table = hash_size_offsets.diff() * batch_size
-    first_rows = hash_size_cumsum.index_select(0, hash_size_offsets)
     table_of_row = torch.searchsorted(first_rows[1:].contiguous(), distinct_rows, right=True)
     distinct_per_table = torch.zeros_like(bags_per_table).scatter_add(
         0, table_of_row, torch.ones_like(table_of_row)

@@ -53,7 +53,11 @@ def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Te
         ebits: number of exponent bits.
         exponent_bias: number that is added to exponents, to store them.
         max_pos: largest magnitude; values are clamped to it, and a NaN becomes +-`max_pos`.
+
+    Raises:
+        RuntimeError: `input` has no dimension.
     """
+    check_rows("input", input, min_dim=1)
     mantissa_bits = 7 - ebits
     values = input.float()
     magnitudes = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
@@ -159,10 +163,11 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
         uint8 `[..., num_groups * (group_size / 2 + 1)]`; empty values keep their shape.
 
     Raises:
-        RuntimeError: `group_size` is odd, or not positive.
+        RuntimeError: `group_size` is odd, or not positive, or `values` have no dimension.
         ValueError: `rounding` is not a member of `RoundingMode`.
     """
     _check_group_size(group_size)
+    check_rows("values", values, min_dim=1)
     rounding = RoundingMode(rounding)
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
@@ -197,6 +202,7 @@ def mx4_to_float(packed: Tensor, group_size: int = 32) -> Tensor:
         RuntimeError: `group_size` is odd or not positive, or rows are not whole groups.
     """
     _check_group_size(group_size)
+    check_rows("packed", packed, min_dim=1)
     group_bytes = group_size // 2 + 1
     if packed.numel() == 0:
         return torch.empty(packed.shape, device=packed.device)

@@ -17,7 +17,7 @@ from emblib.optim import Optimizer
 from emblib.sharding.planner.topology import refuse_old_names
 from emblib.sharding.shard import collections_of
 from emblib.sharding.sharding_types import ShardingType
-from emblib.specs import check_count
+from emblib.specs import check_bool, check_count
 from emblib.storage import Dense, MemoryBytes, Storage
 
 
@@ -101,6 +101,9 @@ class TableWorkload:
     ids_per_example: float
     constraints: TableConstraints = field(default=TableConstraints())
     readers: tuple["TableWorkload", ...] = ()
+
+    def __post_init__(self) -> None:
+        check_bool("is_weighted", self.is_weighted)
 
     @property
     def by_reader(self) -> tuple["TableWorkload", ...]:
