@@ -434,7 +434,12 @@ class ShardedTables(nn.Module):
 
     def _table_hyperparams(self) -> TableHyperparams:
         modules = [
-            (shard.table, shard.groups.module_of(shard.index)[0]) for shard in self.local_shards()
+            (
+                shard.table,
+                shard.groups.module_of(shard.index)[0],
+                shard.groups.handles[shard.index],
+            )
+            for shard in self.local_shards()
         ]
         return TableHyperparams(self._effective_plan(), modules, self.ranks)
 

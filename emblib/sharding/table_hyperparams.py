@@ -1,10 +1,11 @@
 """Compare the hyperparameters of tables that several ranks update.
 
 Every rank updates its shards and replicas with its own learning rate and other hyperparameters. A
-scheduler that steps on one rank only would let replicas drift apart, and train the shards of one
-table at different rates. So in host memory the header of the gradients (`gradient_headers`) has a
-digest of the hyperparameters for each set of ranks that share tables. If digests differ, all ranks
-raise before any table is updated.
+scheduler that steps on one rank only, or a table that is frozen on one rank only, would let
+replicas drift apart, and train the shards of one table at different rates. So in host memory the
+header of the gradients (`gradient_headers`) has a digest of the hyperparameters, and of what is
+frozen, for each set of ranks that share tables. If digests differ, all ranks raise before any table
+is updated.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from emblib.sharding import fingerprint
 from emblib.sharding.headers import Headers
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
+from emblib.storage import TableHandle
 from emblib.storage.base import TrainedModule, has_hyperparams
 
 
@@ -34,7 +36,7 @@ class TableHyperparams:
 
     Args:
         plan: the sharding of each table, by name.
-        modules: pairs of a table and a module with a shard or replica of it on this rank.
+        modules: table, module and handle of each shard or replica on this rank.
         ranks: the processes.
 
     Attributes:
@@ -45,7 +47,7 @@ class TableHyperparams:
     def __init__(
         self,
         plan: Mapping[str, ParameterSharding],
-        modules: Iterable[tuple[str, Any]],
+        modules: Iterable[tuple[str, Any, TableHandle]],
         ranks: RankGroup,
     ) -> None:
         self.tables: dict[tuple[int, ...], list[str]] = {}
@@ -56,11 +58,11 @@ class TableHyperparams:
             if len(owners) > 1:
                 self.tables.setdefault(tuple(sorted(owners)), []).append(table)
         self._replicated = {table for table, sharding in plan.items() if sharding.is_replicated}
-        self._modules: dict[str, TrainedModule] = {
-            table: module
-            for table, module in modules
-            if has_hyperparams(module) and is_fused(module.optimizer)
-        }
+        self._modules: dict[str, TrainedModule] = {}
+        self._handles: dict[str, TableHandle] = {}
+        for table, module, handle in modules:
+            if has_hyperparams(module) and is_fused(module.optimizer):
+                self._modules[table], self._handles[table] = module, handle
 
     def digests(self) -> list[int]:
         """Return a digest for each entry of `tables`, below 2^56.
@@ -78,7 +80,7 @@ class TableHyperparams:
                 key = id(module), table in self._replicated
                 if key not in bytes_by_module:
                     bytes_by_module[key] = self._bytes_to_compare(module, is_replica=key[1])
-                byte_strings.append(bytes_by_module[key])
+                byte_strings += [bytes_by_module[key], *self._frozen_parameters(table)]
             digest = hashlib.blake2b(b"".join(byte_strings), digest_size=7)  # fits into int64
             digests.append(int.from_bytes(digest.digest()))
         return digests
@@ -86,9 +88,19 @@ class TableHyperparams:
     def bytes_by_table(self) -> dict[str, bytes]:
         """Return the hyperparameters that all replicas of a table share, by table of this rank."""
         return {
-            table: self._bytes_to_compare(module, is_replica=False)
+            table: b"".join(
+                [self._bytes_to_compare(module, is_replica=False), *self._frozen_parameters(table)]
+            )
             for table, module in self._modules.items()
         }
+
+    def _frozen_parameters(self, table: str) -> list[bytes]:
+        """Return the names of the frozen parameters of a table on this rank."""
+        handle = self._handles[table]
+        if not getattr(handle.module, "frozen_tables", ()):  # usually, and soon known
+            return []
+        parameters = handle.named_parameters()
+        return [name.encode() for name, parameter in parameters if not parameter.requires_grad]
 
     @staticmethod
     def _bytes_to_compare(module: TrainedModule, *, is_replica: bool) -> bytes:
@@ -116,7 +128,10 @@ class TableHyperparams:
     def description(self) -> fingerprint.Description:
         """Describe the current optimizers of the tables on this rank, for an error message."""
         return {
-            f"table {table}": {"optimizer": _current_optimizer(module)}
+            f"table {table}": {
+                "optimizer": _current_optimizer(module),
+                "is_frozen": bool(self._frozen_parameters(table)),
+            }
             | ({"step": int(module.hyperparams[Hyper.STEP])} if table in self._replicated else {})
             for table, module in self._modules.items()
         }
@@ -194,6 +209,6 @@ def _raise_differences(collections: Sequence[TableHyperparams], ranks: RankGroup
     differences = fingerprint.differences_where_present(ranks, description)
     raise RuntimeError(
         "learning rates and other hyperparameters of a table must be the same on all ranks, and "
-        f"are not: {'; '.join(differences)}. Set them on all ranks alike, and step schedulers on "
-        "all of them. These tables have not changed"
+        f"are not: {'; '.join(differences)}. Set them on all ranks alike, and step schedulers and "
+        "freeze tables on all of them. These tables have not changed"
     )

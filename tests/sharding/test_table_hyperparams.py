@@ -72,7 +72,12 @@ def set_step_of_replica(model: Any, step: int) -> None:
     model.module["bags"].replicated.groups.module_of(0)[0].set_step(step)
 
 
-def changed_on_rank_0(ranks: RankGroup, change: Any, value: float) -> str:
+def freeze(model: Any, table: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and f".{table}" not in name)
+
+
+def changed_on_rank_0(ranks: RankGroup, change: Any, value: Any) -> str:
     """The error of a step after a change on rank 0; then the others make the change as well."""
     model: Any = make_model(ranks)
     for _ in range(2):
@@ -90,7 +95,7 @@ def changed_on_rank_0(ranks: RankGroup, change: Any, value: float) -> str:
     if ranks.rank > 0 and change is not set_rate_of_single:
         change(model, value)
     train(model, ranks.rank)
-    assert not torch.equal(replica, before)
+    assert torch.equal(replica, before) == (value == "replica")
     return error
 
 
@@ -102,6 +107,8 @@ def changed_on_rank_0(ranks: RankGroup, change: Any, value: float) -> str:
         (set_betas, 0.5, "table replica: optimizer.betas is 0.5, 0.999 on rank 0 and 0.9, 0.999"),
         (set_step_of_replica, 7, "table replica: step is 7 on rank 0 and 2 on ranks 1-2"),
         (clip_replica, 0.5, "table replica: optimizer.max_gradient is 0.5 on rank 0 and None"),
+        (freeze, "replica", "table replica: is_frozen is True on rank 0 and False on ranks 1-2"),
+        (freeze, "columns", "table columns: is_frozen is True on rank 0 and False on rank 1"),
         (set_rate_of_single, 0.5, ""),
     ],
 )
