@@ -703,7 +703,8 @@ def jagged_unique_indices(
         lengths_of_features, output_size=indices.numel()
     )
     is_outside = (indices < 0) | (indices >= rows_of_lookup)
-    check(not is_outside.any(), f"indices must be rows of their table, got {indices[is_outside]}")
+    if is_outside.any():
+        raise RuntimeError(f"indices must be rows of their table, got {indices[is_outside]}")
     distinct_rows, inverse = torch.unique(indices + first_row_of_lookup, return_inverse=True)
     bags_per_table = hash_size_offsets.diff() * batch_size
     table_of_row = torch.searchsorted(first_rows[1:].contiguous(), distinct_rows, right=True)
