@@ -109,11 +109,11 @@ class DistributedModelParallel(nn.Module):
         gradients: GradientReduction = GradientReduction.MEAN,
         init_parameters: bool = True,
     ) -> None:
-        check_bool("init_parameters", init_parameters)
         super().__init__()
         self.ranks = RankGroup.from_value(ranks)
 
         def check() -> Wrapping | None:
+            check_bool("init_parameters", init_parameters)
             collections_of(module)  # raises for a model that is not a module
             return parse_wrapping(wrap)
 
@@ -125,6 +125,7 @@ class DistributedModelParallel(nn.Module):
                     self.ranks,
                     plan=None if plan is None else "given",
                     wrap=parsed or wrap or "none",
+                    init_parameters=init_parameters,
                 ),
                 **_describe_dense(module),
             },

@@ -203,6 +203,11 @@ REFUSED: dict[str, tuple[optim.Optimizer, Callable[[], dict[str, Any]], str]] = 
         lambda: _stepped(lambda p: torch.optim.Adam(p, lr=0.1), (4, 6, 6)),
         r"has groups of \[3\] parameters",
     ),
+    "no groups": (
+        optim.Adam(0.1),
+        lambda: {"state": {}, "param_groups": []},
+        "has 0 groups of parameters, this optimizer 1",
+    ),
     "different steps": (optim.Adam(0.1), _unequal_steps, "different numbers of steps"),
 }
 

@@ -292,6 +292,38 @@ def test_failures_of_a_rank_are_errors_of_all(tmp_path: Path) -> None:
     assert worlds.run(2, fail_on_rank_1, tmp_path) == [[message] * 2] * 2
 
 
+def refuse_on_all(ranks: RankGroup, path: Path) -> list[str]:
+    """Arguments that differ between the ranks, and are wrong on rank 1."""
+    state: Any = {
+        "a": spread(numbers(4, 4), [Shard(r, (r * 2, r * 2 + 2), (0, 4)) for r in (0, 1)], ranks)
+    }
+    checkpoints.save(state, path, ranks)
+    is_wrong = ranks.rank == 1
+    errors = []
+    for call in (
+        lambda: checkpoints.save(state, path / f"rank{ranks.rank}", ranks),
+        lambda: checkpoints.save(state, 3 if is_wrong else path, ranks),  # type: ignore[arg-type]
+        lambda: checkpoints.load(state, None if is_wrong else path, ranks),  # type: ignore[arg-type]
+        lambda: checkpoints.load(state, path, ranks, strict="no" if is_wrong else True),  # type: ignore[arg-type]
+    ):
+        try:
+            call()
+        except Exception as error:
+            errors.append(str(error))
+    assert not list(path.glob("*/.metadata"))
+    checkpoints.load(state, path, ranks)  # the ranks are still in step
+    return errors
+
+
+def test_arguments_of_one_rank_are_refused_on_all(tmp_path: Path) -> None:
+    for errors in worlds.run(2, refuse_on_all, tmp_path):
+        assert len(errors) == 4
+        assert "all ranks must save to the same directory" in errors[0]
+        assert "int" in errors[1]
+        assert "None" in errors[2]
+        assert "strict must be True or False" in errors[3]
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
 def test_errors_in_the_middle_of_a_file_stay_what_they_are(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

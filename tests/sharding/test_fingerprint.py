@@ -323,6 +323,13 @@ def _one_fails(ranks: RankGroup) -> dict[str, str]:
         "plan": partial(shard, _bags(), {"": gone}, ranks),
         "path": partial(shard, _bags(), {"else" if mine else "": _plan()}, ranks),
         "wrap": partial(DistributedModelParallel, _bags(), ranks, plan={"": _plan()}, wrap=wrap),
+        "init_parameters": partial(
+            DistributedModelParallel,
+            _bags(),
+            ranks,
+            plan={"": _plan()},
+            init_parameters="no" if mine else True,  # type: ignore[arg-type]
+        ),
         "comm_precision": partial(
             ShardedEmbeddingBagCollection, _bags(), _cut(), ranks, comm_precision=comm_precision
         ),
@@ -342,6 +349,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         "plan": "ValueError: table item: a rank must be in [0, 2), got Shard(rank=7",
         "path": "collections is (the model) on rank 0 and else on rank 1",
         "wrap": "wrap is DDP on rank 0 and dpp on rank 1",
+        "init_parameters": "init_parameters is True on rank 0 and no on rank 1",
         "comm_precision": "TypeError: comm_precision must be None or a CommPrecision",
         "memory": "MemoryError: none left",
     }.items():

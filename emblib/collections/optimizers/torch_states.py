@@ -96,12 +96,18 @@ def from_torch_states(
         templates: one template per parameter group.
 
     Raises:
-        KeyError: the states are of another optimizer.
+        KeyError: the states are of another optimizer, or there are more or fewer groups.
         ValueError: states have other shapes, or tables do not have them; or the parameters of a
             group have different step counts for Adam, whose bias corrections differ then.
     """
     states: State = {}
-    for group, template in zip(state_dict["param_groups"], templates, strict=True):
+    groups = state_dict["param_groups"]
+    if len(groups) != len(templates):
+        raise KeyError(
+            f"the state dict has {len(groups)} groups of parameters, this optimizer "
+            f"{len(templates)}"
+        )
+    for group, template in zip(groups, templates, strict=True):
         saved_states = {name: state_dict["state"].get(name, {}) for name in group["params"]}
         _check_class(group, template.optimizer)
         steps = {int(values["step"]) for values in saved_states.values() if "step" in values}
@@ -119,7 +125,7 @@ def from_torch_states(
         for name, values in saved_states.items():
             views = {key: view for key, view in table_states[name].items() if key != HYPER}
             states[name] = {**_checked_states(name, values, views), HYPER: hyperparams}
-    return {"state": states, "param_groups": state_dict["param_groups"]}
+    return {"state": states, "param_groups": groups}
 
 
 def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:

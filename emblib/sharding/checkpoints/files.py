@@ -106,6 +106,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
         Args:
             metadata: metadata of the checkpoint; its `storage_data` and `storage_meta` are set.
             results: results of `write_data` of each rank.
+
+        Raises:
+            CheckpointError: a rank has written its files elsewhere.
         """
         metadata.storage_data = {}
         sums_by_file: dict[str, FileSums] = {}
@@ -119,6 +122,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         used_names = {info.relative_path for info in metadata.storage_data.values()}
         sums_by_file = {name: sums for name, sums in sums_by_file.items() if name in used_names}
         directory = Path(self.path)
+        self._check_files(directory, sums_by_file)
         flush_directory(directory)
         with replacing(directory / METADATA) as file:
             file.write(checksums.add_footer(pickle.dumps(metadata), sums_by_file))
@@ -127,6 +131,17 @@ class CheckpointWriter(dcp.FileSystemWriter):
         for path in directory.glob(_DATA_FILES):
             if path.name not in sums_by_file:
                 path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _check_files(directory: Path, sums_by_file: dict[str, FileSums]) -> None:
+        """Raise CheckpointError unless the coordinator has the files of all ranks."""
+        for name in sums_by_file:
+            if not (directory / name).is_file():
+                raise CheckpointError(
+                    f"a rank has written {name}, which is not in {directory.absolute()} of the "
+                    "first rank: all ranks must save to the same directory, on a file system that "
+                    "they share"
+                )
 
     def discard(self) -> None:
         """Delete the files of a save that failed, as far as possible, unless it may be committed.

@@ -169,15 +169,18 @@ def load(
     """
     from emblib.sharding.checkpoints.files import Reader, read
 
-    check_bool("strict", strict)
-    if path is None:
-        raise TypeError(
-            "path must be a directory, got None: latest(...) gives None where there is no whole "
-            "checkpoint, so load only what it found"
-        )
+    def open_checkpoint() -> Reader:
+        check_bool("strict", strict)
+        if path is None:
+            raise TypeError(
+                "path must be a directory, got None: latest(...) gives None where there is no "
+                "whole checkpoint, so load only what it found"
+            )
+        return Reader(Path(path))
+
     ranks = RankGroup.from_value(ranks)
     # Before `_Loading`, which communicates if modules have dynamic tables: their state dicts do.
-    reader = run_on_all_ranks(ranks, lambda: Reader(Path(path)))
+    reader = run_on_all_ranks(ranks, open_checkpoint)
     loading = run_on_all_ranks(ranks, lambda: _Loading(state, Path(path), reader, strict=strict))
     if not reader.has_checksums and ranks.rank == 0:
         warnings.warn(

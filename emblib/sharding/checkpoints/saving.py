@@ -50,15 +50,18 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
         ranks: the ranks that save; by default all processes, or this process alone.
 
     Raises:
-        TypeError: `state` is not a dict, or a value could not be loaded again, because it needs a
-            class that may run code.
+        TypeError: `state` is not a dict, `path` is not a path, or a value could not be loaded
+            again, because it needs a class that may run code.
         ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
-        CheckpointError: a rank could not write, e.g. to a full disk, or another rank raised one of
-            the errors above. `path` keeps its checkpoint; files of the new one are deleted.
+        CheckpointError: a rank could not write, e.g. to a full disk, or wrote to another directory
+            than the first rank, or another rank raised one of the errors above. `path` keeps its
+            checkpoint; files of the new one in it are deleted.
     """
     ranks = RankGroup.from_value(ranks)
-    content = run_on_all_ranks(ranks, lambda: _with_column_cuts(expand_state_dicts(state)))
-    _write(content, Path(path), ranks)
+    content, path = run_on_all_ranks(
+        ranks, lambda: (_with_column_cuts(expand_state_dicts(state)), Path(path))
+    )
+    _write(content, path, ranks)
 
 
 def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> "Future[None]":
@@ -73,11 +76,15 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
     rank could not write, all others are raised here.
     """
     ranks = RankGroup.from_value(ranks)
-    content = run_on_all_ranks(
-        ranks, lambda: map_values(_with_column_cuts(expand_state_dicts(state)), _copy_to_host)
+    content, path = run_on_all_ranks(
+        ranks,
+        lambda: (
+            map_values(_with_column_cuts(expand_state_dicts(state)), _copy_to_host),
+            Path(path),
+        ),
     )
     background = _background_writer(ranks)
-    return background.executor.submit(_write, content, Path(path), background.ranks)
+    return background.executor.submit(_write, content, path, background.ranks)
 
 
 def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
