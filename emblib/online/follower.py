@@ -63,7 +63,8 @@ class LogFollower:
             Dynamic tables need the capacity of the trainer's tables.
         sources: sink of the log, or a list or tuple of the sinks of all ranks' logs, in any order.
         step: step that the tables are at, e.g. of a frozen file; None waits for a record with all
-            rows, and begins with it.
+            rows, and begins with it. Pass None for tables from before the trainer went back to a
+            checkpoint: the log may have dropped the records that would tell.
         tables: names of the tables to follow; None for all in the log, which the model must have.
 
     Raises:

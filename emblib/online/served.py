@@ -501,9 +501,12 @@ class DynamicRows:
         def write() -> None:
             state, number = self._location.module.state, self._location.index
             hash_key = change.hash_key
+            # First, since `apply_changes` warns of keys that expire in tables it does not change:
+            # the other tables of the module have changes of the same boundary.
+            state.index.set_tick(max(change.tick, state.index.tick))
             changes = ChangeSet(
                 0,
-                max(change.tick, state.index.tick),
+                state.index.tick,
                 {state.table_names[number]: Changes(entries, change.removed)},
                 self._hyperparams(change),
                 None if hash_key is None else torch.tensor([hash_key], device="cpu"),

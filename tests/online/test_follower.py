@@ -3,6 +3,7 @@
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -407,6 +408,22 @@ def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="step 7 is a snapshot in some logs only"):
         follower.apply()
     assert follower.step == 4
+
+
+def test_tables_of_one_module_that_expire_keys_do_not_warn(tmp_path: Path) -> None:
+    """The first table of a boundary raises the step count of the others, which follow at once."""
+    specs = [emblib.DynamicSpec(64, 4, name=name, ttl=2) for name in ("item", "user")]
+    model, copy = (emblib.DynamicEmbeddingBags(specs, optim.SGD(0.1)) for _ in range(2))
+    follower = LogFollower(copy, DirectorySink(tmp_path))
+    with ChangeLog(model, DirectorySink(tmp_path)) as log, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(1, 9):
+            model(torch.tensor([step, 0, -step]), torch.tensor([0, 1, 3])).sum().backward()
+            if step % 4 == 0:
+                log.record(step)
+                log.flush()
+                assert follower.apply() == step
+    assert copy.size("user") == model.size("user")
 
 
 def test_fallback_rows_of_another_number_are_refused(tmp_path: Path) -> None:
