@@ -673,6 +673,11 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         if self._averaging is not None:
             self._averaging.iterations = step
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self._averaging is not None:
+            self._averaging.iterations = 0  # continue from the step in the state dict
+
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
         """Change some of `lr`, `eps`, `beta1`, `beta2`, `weight_decay` and `lower_bound`.
 

@@ -206,12 +206,16 @@ def test_write_back_assigns_rows(pooling: ours.PoolingMode, first_feature_only: 
             module(INDICES, OFFSETS)
 
 
-def test_in_place_averages_go_on_after_a_checkpoint() -> None:
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_in_place_averages_go_on_after_a_checkpoint(num_steps_before: int) -> None:
+    """The module that loads may have trained already: a run that goes back to a checkpoint."""
     mode = ours.EmainplaceModeDefinition(step_ema=2, step_ema_coef=0.5)
     options = {"optimizer": OptimType.EMAINPLACE_ROWWISE_ADAGRAD, "emainplace_mode": mode}
     module = make(**options)
     step(module)
     other = make(**options)
+    for _ in range(num_steps_before):
+        step(other)
     other.load_state_dict(module.state_dict())
     torch.testing.assert_close(step(other), step(module))
     with pytest.raises(ValueError, match="even dims"):
