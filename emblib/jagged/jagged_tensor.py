@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Proxy, ProxyableClassMeta
 
 from emblib.jagged import convert
+from emblib.specs.checks import check_bool
 from emblib.tables.bounds_report import is_padded
 
 _INT32, _INT64 = torch.int32, torch.int64
@@ -111,6 +112,7 @@ class JaggedTensor(metaclass=TracedClass):
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
         """Return an object without bags and values; None is torch's default dtype or device."""
+        check_bool("is_weighted", is_weighted)
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)

@@ -35,18 +35,22 @@ from emblib.jagged.keyed_layout import (
     block_offsets,
     cached_strides,
     check_inverse,
+    checked_inverse,
     checked_lengths,
     concat_arguments,
     consecutive_blocks,
     dict_arguments,
     first_position_of_keys,
     is_consecutive,
+    keys_and_shape,
+    largest_stride,
     list_of_keys,
     num_padding_of,
     refuse_stride,
     stride_lists,
 )
 from emblib.ops.route import gather_segments, is_captured, segments_at_end, take_or_fill
+from emblib.specs.checks import check_bool, check_count
 
 _INT64 = torch.int64
 
@@ -89,8 +93,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     Raises:
         ValueError: lengths and offsets are missing, sizes do not match, or L >= 2^31 with int32.
-        TypeError: values, weights, lengths or offsets are not tensors, lengths or offsets are not
-            integers, or there is another argument.
+        TypeError: values, weights, lengths or offsets are not tensors, lengths, offsets or `stride`
+            are not integers, `inverse_indices` are not as above, or there is another argument.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
@@ -165,7 +169,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
-        self._inverse = inverse_indices
+        self._inverse = None if inverse_indices is None else checked_inverse(inverse_indices)
         self._stride_per_key_per_rank: list[list[int]] | None = None
         self._stride_per_key: list[int] | None = None
         self._index_per_key: dict[str, int] | None = None
@@ -178,6 +182,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             num_keys = len(self._keys)
             if stride is None:
                 stride = num_bags // num_keys if num_keys else 0
+            elif type(stride) is not int and not isinstance(stride, torch.SymInt):
+                stride = check_count("stride", stride, minimum=0)
             if stride * num_keys != num_bags:
                 refuse_stride(stride, num_keys, num_bags)
             self._stride = stride
@@ -188,12 +194,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Set strides that may differ by feature; a `stride` of None is computed, see the class."""
         self._stride_per_key_per_rank = strides
         self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
-        if stride is None:
-            if self._inverse is not None:
-                stride = self._inverse[1].size(-1)
-            else:
-                stride = max(self._stride_per_key, default=0)
-        self._stride = stride
+        largest = largest_stride(self._stride_per_key, self._inverse)
+        self._stride = largest if stride is None else stride
 
     @classmethod
     def from_valid(
@@ -287,6 +289,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Combine the features of batches of the same examples; values are copied.
 
         Raises:
+            TypeError: an entry of the list is not a batch.
             ValueError: there are no batches, only some of them have weights, or strides, numbers of
                 ranks or inverse indices do not fit each other.
         """
@@ -302,6 +305,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
         """Return a batch without features and values; None is torch's default dtype or device."""
+        check_bool("is_weighted", is_weighted)
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
@@ -732,7 +736,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             and self._stride_per_key_per_rank == other._stride_per_key_per_rank
             and self._values.shape == other._values.shape
             and getattr(self._weights, "shape", None) == getattr(other._weights, "shape", None)
-            and _keys_and_shape(self._inverse) == _keys_and_shape(other._inverse)
+            and keys_and_shape(self._inverse) == keys_and_shape(other._inverse)
         )
         if not is_compatible:
             raise ValueError(
@@ -797,13 +801,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         )
 
 
-def _keys_and_shape(inverse: InverseIndices | None) -> Any:
-    return inverse and (list(inverse[0]), inverse[1].shape)
-
-
 def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Combine the features of batches, see `KeyedJaggedTensor.concat`."""
-    return KeyedJaggedTensor(**concat_arguments(batches))
+    return KeyedJaggedTensor(**concat_arguments(list(map(KeyedJaggedTensor.adopt, batches))))
 
 
 # One call in a traced graph, which does not know how many features a batch has.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.jagged.jagged_tensor import JaggedTensor, drop_first, num_padding
+from emblib.specs.checks import check_bool
 
 Strides = Sequence[Sequence[int]] | Tensor
 """Number of bags per feature and rank, `[F][R]`."""
@@ -147,6 +148,27 @@ def refuse_stride(stride: int, num_keys: int, num_bags: int) -> NoReturn:
     )
 
 
+def checked_inverse(inverse: Any) -> InverseIndices:
+    """Return `inverse`; raise TypeError unless it is a pair of keys and a tensor."""
+    is_pair = isinstance(inverse, tuple | list) and len(inverse) == 2
+    if not is_pair or not isinstance(inverse[1], Tensor):
+        raise TypeError(
+            f"inverse_indices must be a pair of keys and a tensor [F, B], got {inverse!r}"
+        )
+    pair: InverseIndices = inverse
+    return pair
+
+
+def keys_and_shape(inverse: InverseIndices | None) -> Any:
+    """Return what inverse indices must share to be copied; None without them."""
+    return inverse and (list(inverse[0]), inverse[1].shape)
+
+
+def largest_stride(num_bags_of_keys: Sequence[int], inverse: InverseIndices | None) -> int:
+    """Return the batch size of variable strides: that of the inverse indices, if there are any."""
+    return max(num_bags_of_keys, default=0) if inverse is None else inverse[1].size(-1)
+
+
 def check_inverse(inverse: InverseIndices, num_bags: dict[str, int]) -> None:
     """Raise ValueError unless `inverse` has a row of valid bags for each key; reads the device.
 
@@ -180,11 +202,13 @@ def dict_arguments(
     `force_variable_stride`.
 
     Raises:
+        TypeError: `force_variable_stride` is not a bool, or a value is not a JaggedTensor.
         ValueError: there are no features, or only some of them have weights.
     """
+    check_bool("force_variable_stride", force_variable_stride)
     if not jagged:
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
-    tensors = list(jagged.values())
+    tensors = [JaggedTensor.adopt(tensor) for tensor in jagged.values()]
     lengths = [tensor.lengths() for tensor in tensors]
     strides = [tensor.numel() for tensor in lengths]
     has_variable_stride = force_variable_stride or len(set(strides)) > 1

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
-from emblib.jagged.jagged_tensor import JaggedTensor, running_sums
+from emblib.jagged.jagged_tensor import JaggedTensor, drop_first, num_padding, running_sums
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
+from emblib.jagged.keyed_layout import num_padding_of
 from emblib.jagged.keyed_tensor import KeyedTensor, regroup
 from emblib.tables.bounds_report import is_padded
 
@@ -35,12 +36,23 @@ leaves come last.
 """
 
 
-def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
-    """Return the leaves values, lengths and, if any, weights; the context is `[is weighted]`."""
-    leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
+def _flatten_tensors(jagged: JaggedTensor | KeyedJaggedTensor, padding: int) -> dict[str, Any]:
+    """Return values, lengths and, if any, weights, without `padding` values before the first bag.
+
+    A `CapturedStep` keeps this padding, because sizes are fixed there; `_padded_offsets` finds it
+    again.
+    """
+    if torch.compiler.is_compiling() or is_padded():
+        padding = 0
+    leaves = {"_values": drop_first(jagged._values, padding), "_lengths": jagged.lengths()}
     if jagged._weights is not None:
-        leaves["_weights"] = jagged._weights
-    return leaves, [jagged._weights is not None]
+        leaves["_weights"] = drop_first(jagged._weights, padding)
+    return leaves
+
+
+def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
+    """Return the tensors of a jagged tensor; the context is `[is weighted]`."""
+    return _flatten_tensors(jagged, num_padding(jagged._offsets)), [jagged._weights is not None]
 
 
 def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
@@ -66,10 +78,7 @@ def _padded_offsets(values: Any, lengths: Any) -> Tensor | None:
 
 def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     """Return the tensors of a batch, and keys and strides as context (`_NODES` names them)."""
-    leaves = {"_values": batch._values, "_lengths": batch.lengths()}
-    if batch._weights is not None:
-        leaves["_weights"] = batch._weights
-    inverse_keys = None
+    leaves, inverse_keys = _flatten_tensors(batch, num_padding_of(batch)), None
     if batch._inverse is not None:
         inverse_keys, leaves["_inverse"] = batch._inverse
     # A stride that lengths or inverse indices imply is left out: it may differ between batches.

@@ -85,7 +85,8 @@ _load()
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise RuntimeError, with advice, unless the kernels for `device` are loaded."""
+    """Raise RuntimeError, with advice, unless the kernels for `device` are loaded and can run."""
+    primitives.refuse_fake_mode()
     if device.type != "cuda" or torch._C._dispatch_has_kernel_for_dispatch_key(
         "emblib::tbe_lookup", "CUDA"
     ):

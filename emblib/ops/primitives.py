@@ -25,6 +25,7 @@ Source: Philox4x32-10 (Salmon et al., 2011).
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 group = torch.ops.emblib.group.default
 group_inverse = torch.ops.emblib.group_inverse.default
@@ -49,8 +50,18 @@ def _(segments: Tensor, permutation: Tensor, count: Tensor) -> Tensor:
 fill_uniform_ = torch.ops.emblib.fill_uniform_.default
 
 
+def refuse_fake_mode() -> None:
+    """Raise RuntimeError, with advice, under a `FakeTensorMode`, whose tensors have no values."""
+    if active_fake_mode() is not None:
+        raise RuntimeError(
+            "tables have no values under a FakeTensorMode: construct them outside of it, with "
+            "device='meta' for tables without memory"
+        )
+
+
 def new_seed() -> int:
     """Draw a seed from torch's default generator, so that `torch.manual_seed` fixes it."""
+    refuse_fake_mode()
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 

@@ -83,9 +83,22 @@ def _delete_optimizers(parameter: Any) -> None:
     del parameter.__dict__[_OPTIMIZERS_ATTRIBUTE]
 
 
+def _detach(parameter: Any) -> Any:
+    """Detach a parameter; RuntimeError where `nn.Parameter(parameter)` detaches it.
+
+    Some parametrizations, such as `weight_norm`, construct this new parameter.
+    """
+    if torch.compiler.is_compiling():
+        return Tensor.detach(parameter)
+    if sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
+        refuse_replacement("weights")
+    return Tensor.detach(parameter)
+
+
 class DeferredParameter(nn.Parameter):
     """A parameter of a module outside collections whose optimizer is deferred."""
 
+    detach = _detach
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
@@ -96,6 +109,7 @@ class TableParameter(nn.Parameter):
     arrives at the parameter raises (`refuse_gradients`). Otherwise the parameter gets gradients.
     """
 
+    detach = _detach
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
     def requires_grad_(self, requires_grad: Any = True) -> Any:
@@ -562,8 +576,9 @@ def refuse_replacement(name: str) -> NoReturn:
     raise RuntimeError(
         f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
         "it is a view of: copy values into it under torch.no_grad(), or load a state dict, also "
-        "instead of torch.func.functional_call; for torch.export convert the tables with "
-        "emblib.inference.for_inference; to spread a model over ranks use "
+        "instead of torch.func.functional_call; parametrizations and pruning need a "
+        "TableBatchedEmbeddingBags or TTEmbeddingBag without optimizer; for torch.export convert "
+        "the tables with emblib.inference.for_inference; to spread a model over ranks use "
         'emblib.sharding.DistributedModelParallel, with wrap="fully_shard" for its dense part, or '
         "give fully_shard the parameters of tables as ignored_params"
     )

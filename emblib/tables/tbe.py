@@ -259,8 +259,7 @@ class TableBatchedEmbeddingBags(FusedTables):
                 return calls(self, indices, offsets, per_sample_weights)
         if per_sample_weights is not None:
             batches.check_tensor("per_sample_weights", per_sample_weights)
-        if autograd.updates_in_backward(self.optimizer):
-            self._check_weights()
+        self._check_weights()
         batch_id = BatchId(indices, offsets)
         if torch.compiler.is_compiling() and self._breaks_graphs():
             return self._look_up_eagerly(batch_id, batch_sizes, per_sample_weights)
@@ -273,8 +272,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _prepare_calls(self) -> ShortCalls:
         """Make the shared arguments of calls from the module's current tensors and options."""
-        if autograd.updates_in_backward(self.optimizer):
-            self._check_weights()
+        self._check_weights()
         cache = self._prefetching_cache
         calls = CachedCalls(self, self._tiers, cache) if cache else ShortCalls(self, self._tiers)
         self._calls = calls
@@ -314,8 +312,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Raise RuntimeError for weights that a wrapper has replaced or replicated."""
         weights = self._parameters.get("weights")  # none in a collection
         if weights is not None:
-            self._check_not_wrapped([weights])
-        elif "weights" not in self._buffers:  # computed by a parametrization
+            if autograd.updates_in_backward(self.optimizer):
+                self._check_not_wrapped([weights])
+        elif autograd.is_fused(self.optimizer) and "weights" not in self._buffers:  # computed
             if self.parameter_class is IncompleteParameter:
                 parameters.refuse_incomplete()
             if torch.is_grad_enabled():

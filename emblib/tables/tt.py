@@ -34,7 +34,7 @@ from emblib.specs import (
     check_bool,
     format_config,
 )
-from emblib.tables import optimizer_hooks, state_dicts
+from emblib.tables import optimizer_hooks, parameters, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.batches import (
     append_last_offset,
@@ -57,11 +57,19 @@ _BLOCK_ROWS = 1 << 16  # rows per block of `dense_blocks`
 class Cores(nn.ParameterList):
     """The cores as a `ParameterList`. Loading copies values into them, also with `assign=True`."""
 
+    _names: Sequence[str] = ()
+
+    def __init__(self, cores: Iterable[Tensor]) -> None:
+        super().__init__(cores)
+        self._names = list(self._parameters)
+
     def as_list(self) -> list[nn.Parameter]:
         """Return the cores as a list, which is faster than iterating over a `ParameterList`."""
-        cores: Any = list(self._parameters.values())
-        # Cores that a parametrization computes are not in `_parameters`.
-        return cores if len(cores) == len(self) else list(self)
+        named_cores: Any = self._parameters
+        # Cores that a parametrization or pruning computes are not there; once it is removed, the
+        # order of names is another.
+        is_plain = list(named_cores) == self._names
+        return list(named_cores.values()) if is_plain else list(self)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
@@ -424,10 +432,17 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def _prepare_calls(self, cores: list[Any]) -> ShortTTCalls:
         """Make the shared arguments of calls from the module's current tensors and options."""
-        if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
-            self._check_not_wrapped(cores)
+        if autograd.is_fused(self.optimizer) and torch.is_grad_enabled():
+            self._check_cores(cores)
         self._calls = ShortTTCalls(self, cores)
         return self._calls
+
+    def _check_cores(self, cores: list[Any]) -> None:
+        """Raise RuntimeError for cores that a wrapper has replaced or replicated."""
+        if autograd.updates_in_backward(self.optimizer):
+            self._check_not_wrapped(cores)
+        elif not all(isinstance(core, nn.Parameter) for core in cores):
+            parameters.refuse_replacement("cores")
 
     def _apply_gradients(self) -> None:
         """Apply the gradients that are on the cores of deferred tables."""

@@ -17,7 +17,12 @@ from typing import NamedTuple
 
 
 def row_factors(rows: int, num_cores: int) -> tuple[int, ...]:
-    """Choose `num_cores` near-equal factors, descending, whose product is at least `rows` >= 1."""
+    """Choose `num_cores` near-equal factors, descending, whose product is at least `rows` >= 1.
+
+    Raises:
+        ValueError: an argument is below 1.
+    """
+    _check_sizes(rows=rows, num_cores=num_cores)
     factors = []
     for cores_left in range(num_cores, 0, -1):
         factor = _ceil_root(rows, cores_left)
@@ -31,11 +36,22 @@ def dim_factors(dim: int, num_cores: int) -> tuple[int, ...]:
 
     Balanced means the least sum; among equal sums a last factor divisible by 4 is preferred, for
     vector registers. They ascend because the work per prefix depends on the first factors only.
+
+    Raises:
+        ValueError: an argument is below 1.
     """
+    _check_sizes(dim=dim, num_cores=num_cores)
     return min(
         _factorisations(dim, num_cores, 1),
         key=lambda factors: (sum(factors), factors[-1] % 4 != 0, factors),
     )
+
+
+def _check_sizes(**sizes: int) -> None:
+    """Raise ValueError for a size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
 
 
 def max_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Batches of several features: what they hold, and what becomes of parts of them."""
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -301,6 +302,34 @@ def test_empty_ones() -> None:
     assert held(without_examples.permute([1, 0])) == {"b": [], "a": []}
     floats = KeyedJaggedTensor(["a"], torch.tensor([]), lengths=torch.tensor([]))
     assert floats.lengths().dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KeyedJaggedTensor.empty(is_weighted="False"), "is_weighted must be True or"),
+        (lambda: JaggedTensor.empty(is_weighted="no"), "is_weighted must be True or False"),
+        (lambda: KeyedJaggedTensor.from_jt_dict({"a": 3}), "a JaggedTensor must have values"),
+        (lambda: KeyedJaggedTensor.concat([3]), "a KeyedJaggedTensor must have keys"),
+        (
+            lambda: KeyedJaggedTensor.from_jt_dict({}, force_variable_stride="no"),
+            "force_variable_stride must be True or False",
+        ),
+        (
+            lambda: KeyedJaggedTensor(["a"], *[torch.ones(1).long()] * 3, stride=1.0),
+            "stride must be an int, got 1.0",
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("inverse", [(), (["a"],), (["a"], [[0]]), "ab", 3])
+def test_inverse_indices_are_keys_and_a_tensor(inverse: Any) -> None:
+    with pytest.raises(TypeError, match="inverse_indices must be a pair of keys and a tensor"):
+        KeyedJaggedTensor(["a"], *[torch.ones(1).long()] * 3, inverse_indices=inverse)
 
 
 def test_says_what_it_holds() -> None:

@@ -55,6 +55,21 @@ def mapped(value: Any) -> Any:
     return pytree.tree_map(Tensor.clone, value)
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_pytrees_leave_out_padding(is_read: bool) -> None:
+    ids, weights = torch.tensor([-1, -1, 5, 6]), torch.tensor([0.0, 0.0, 1.0, 2.0])
+    offsets = torch.tensor([2, 3, 4])
+    batch = KeyedJaggedTensor(["a", "b"], ids, weights, offsets=offsets)
+    if is_read:
+        batch.offset_per_key()
+    after = mapped({"keyed": batch, "bags": JaggedTensor(ids, weights, offsets=offsets)})
+    for tensor in after.values():
+        assert tensor.offsets().tolist() == [0, 1, 2]
+        assert tensor.values().tolist() == [5, 6]
+        assert tensor.weights().tolist() == [1.0, 2.0]
+    assert after["keyed"]["b"].values().tolist() == [6]
+
+
 def test_pytrees_of_other_keys_are_other_structures() -> None:
     specs = [pytree.tree_structure(batch(*keys)) for keys in ("ab", "ba", "ab")]
     assert specs[0] == specs[2]

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrizations, prune
 
 from emblib import (
     BoundsCheck,
     CacheConfig,
     DynamicEmbeddingBags,
     DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
     Pooling,
     Precision,
     QuantizedEmbeddingBags,
@@ -34,6 +37,10 @@ OFFSETS = torch.tensor([0, 1, 3, 3, 5])
 def small(optimizer: optim.Optimizer | None = None, **options: Any) -> TableBatchedEmbeddingBags:
     torch.manual_seed(0)
     return TableBatchedEmbeddingBags([TableSpec(3, 4), TableSpec(5, 8)], optimizer, **options)
+
+
+def collection_of_one() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", feature_names=["f"])])
 
 
 def test_a_checkpoint_of_other_tables_is_refused() -> None:
@@ -208,6 +215,47 @@ def test_a_parametrized_core_trains_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(INDICES, OFFSETS).sum().backward()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "tt"])
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, prune.identity])
+def test_computed_weights_of_fused_tables_are_refused(
+    change: Any, kind: str, deferred: bool
+) -> None:
+    optimizer = optim.SGD(0.1, deferred=deferred)
+    module: Any = TableBatchedEmbeddingBags([TableSpec(5, 4)], optimizer)
+    if kind == "tt":
+        module = TTEmbeddingBag(TTSpec(5, 4, (2, 2)), optimizer)
+    owner, name = (module, "weights") if kind == "plain" else (module.cores, "2")
+
+    def change_and_look_up() -> None:
+        change(owner, name)
+        module(INDICES, torch.arange(6))
+
+    with pytest.raises(RuntimeError, match=r"cannot be replaced|were replaced"):
+        change_and_look_up()
+
+
+def test_pruned_cores_are_read() -> None:
+    module = TTEmbeddingBag(TTSpec(5, 4, (2, 2)))
+    expected, call = module.to_dense(0), (INDICES, torch.arange(6))
+    with torch.no_grad():
+        for name in "0", "2":
+            prune.identity(module.cores, name)
+            module.cores[int(name)].mul_(2)
+        torch.testing.assert_close(module(*call), 4 * expected[INDICES])
+        for name in "0", "2":  # which changes the order of the cores in their module
+            prune.remove(module.cores, name)
+        torch.testing.assert_close(module(*call), expected[INDICES])
+
+
+@pytest.mark.parametrize(
+    "make", [small, lambda: TTEmbeddingBag(TTSpec(5, 4, (2, 2))), collection_of_one]
+)
+def test_fake_tensors_are_refused(make: Callable[[], object]) -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="under a FakeTensorMode"):
+        make()
 
 
 def test_inputs_on_another_device_are_refused() -> None:

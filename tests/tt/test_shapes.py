@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,13 @@ def test_dim_factors_are_exact_and_balanced(cores: int) -> None:
     expected = {2: (8, 16), 3: (4, 4, 8), 4: (2, 4, 4, 4)}
     assert shapes.dim_factors(128, cores) == expected[cores]
     assert shapes.dim_factors(13, cores) == (1,) * (cores - 1) + (13,)
+
+
+@pytest.mark.parametrize("function", [shapes.row_factors, shapes.dim_factors])
+def test_wrong_sizes_are_refused(function: Any) -> None:
+    for sizes in ((0, 3), (-4, 3), (4, 0), (4, -1)):
+        with pytest.raises(ValueError, match="must be >= 1, got"):
+            function(*sizes)
 
 
 def test_ranks_that_do_not_fit() -> None:
