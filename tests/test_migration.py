@@ -2,8 +2,10 @@
 
 import copy
 import operator
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -591,3 +593,34 @@ def test_memory_has_the_states_of_the_first_step(kind: Any, settings: dict[str, 
     assert trained is not None
     assert trained.state
     assert TorchWeight(weight, trained).memory == expected
+
+
+EQUAL = re.findall(
+    r"^\| `(\w+\(lr\))` \| `(optim\.\w+\(lr.*?\))`: equal",
+    (Path(__file__).parents[1] / "docs/from_embedding_bag.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6], ids=str)
+@pytest.mark.parametrize(("old", "new"), EQUAL, ids=[old for old, _ in EQUAL])
+def test_counterparts_that_the_page_calls_equal_are(old: str, new: str, size: float) -> None:
+    """With small gradients, too, which depend on `eps`."""
+    bag = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    table = emblib.TableBatchedEmbeddingBags(
+        [emblib.TableSpec(ROWS, DIM)], eval(new, {"optim": optim, "lr": 0.1})
+    )
+    weight = table.table_weights()[0].copy_(bag.weight.detach())
+    kind, _, _ = old.partition("(")
+    optimizer = getattr(torch.optim, kind)(bag.parameters(), 0.1)
+    gradient = size * torch.randn(len(IDS), DIM)
+    for _ in range(3):
+        optimizer.zero_grad()
+        bag(IDS).backward(gradient)
+        optimizer.step()
+        table(IDS.flatten(), torch.arange(0, IDS.numel() + 1, IDS.shape[1])).backward(gradient)
+    torch.testing.assert_close(weight, bag.weight.detach())
+
+
+def test_the_page_calls_two_counterparts_equal() -> None:
+    assert [old for old, _ in EQUAL] == ["SGD(lr)", "Adagrad(lr)"]

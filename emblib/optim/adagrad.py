@@ -261,6 +261,9 @@ class GlobalDecay:
 class Adagrad(Optimizer):
     """`s += g*g; w -= lr * g / (sqrt(s) + eps)`, element by element (Duchi et al., 2011).
 
+    Args:
+        eps: constant that is added to the root; by default FBGEMM's, `torch.optim` has 1e-10.
+
     Example:
         >>> optimizer = emblib.optim.Adagrad(lr=0.5)
         >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 2)], optimizer)
