@@ -83,22 +83,9 @@ def _delete_optimizers(parameter: Any) -> None:
     del parameter.__dict__[_OPTIMIZERS_ATTRIBUTE]
 
 
-def _detach(parameter: Any) -> Any:
-    """Detach a parameter; RuntimeError where `nn.Parameter(parameter)` detaches it.
-
-    Some parametrizations, such as `weight_norm`, construct this new parameter.
-    """
-    if torch.compiler.is_compiling():
-        return Tensor.detach(parameter)
-    if sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
-        refuse_replacement("weights")
-    return Tensor.detach(parameter)
-
-
 class DeferredParameter(nn.Parameter):
     """A parameter of a module outside collections whose optimizer is deferred."""
 
-    detach = _detach
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
@@ -109,7 +96,6 @@ class TableParameter(nn.Parameter):
     arrives at the parameter raises (`refuse_gradients`). Otherwise the parameter gets gradients.
     """
 
-    detach = _detach
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
     def requires_grad_(self, requires_grad: Any = True) -> Any:
