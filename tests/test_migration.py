@@ -576,7 +576,7 @@ def test_wrong_arguments() -> None:
         emblib.migrate(Model(), tables="adam")
     with pytest.raises(TypeError, match="trace must be a LookupTrace"):
         emblib.migrate(Model()).measure("lookups.pt", batch_size=4)
-    with pytest.raises(TypeError, match=r"must be an nn\.Module, got <class"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got the class Model"):
         emblib.migrate(Model)
     for wrong in (torch.optim.SGD, Model().parameters(), 0.1, [optim.SGD(0.1)]):
         with pytest.raises(TypeError, match=r"an optimizer of torch\.optim that trains the model"):

@@ -60,7 +60,8 @@ def check_bool(name: str, value: object) -> None:
 def check_module(name: str, value: object) -> None:
     """Raise TypeError unless `value` is an `nn.Module`."""
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{name} must be an nn.Module, got {type(value).__name__}")
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be an nn.Module, got {got}")
 
 
 def check_table_name(name: object) -> None:
