@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.fbgemm_types import check_flags, check_names
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
 from emblib.compat.torchrec_quant import (
@@ -231,6 +231,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 "allreduce_comm_precision must be 'fp16', 'bf16', or None for the dtype of the "
                 f"parameters, got {allreduce_comm_precision!r}"
             )
+        ignored_names = check_names("params_to_ignore", params_to_ignore or ())
         check_flags(static_graph=static_graph, find_unused_parameters=find_unused_parameters)
         options = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -241,7 +242,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             **(ddp_kwargs or {}),
         }
         super().__init__(options, _ALLREDUCE_DTYPES[allreduce_comm_precision])
-        object.__setattr__(self, "params_to_ignore", tuple(params_to_ignore or ()))
+        object.__setattr__(self, "params_to_ignore", tuple(ignored_names))
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Wrap as `DDP.wrap` does, without torch 2.13's warning about `broadcast_buffers`."""

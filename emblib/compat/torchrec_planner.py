@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
+from emblib.compat.fbgemm_types import check_names
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharding import (
     STORAGES,
@@ -127,6 +128,7 @@ class ParameterConstraints:
         feature_names: ignored.
 
     Raises:
+        TypeError: `sharding_types` or `compute_kernels` are one text.
         ValueError: a kernel is unknown, `num_poolings` has other numbers, `cache_params` are set
             without FUSED_UVM_CACHING, or another attribute is set.
     """
@@ -149,6 +151,8 @@ class ParameterConstraints:
     use_virtual_table: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("sharding_types", "compute_kernels"):
+            check_names(name, getattr(self, name) or ())
         poolings = self.num_poolings
         values = {name: getattr(self, name) for name in WAYS_OUT if hasattr(self, name)}
         values["num_poolings"] = poolings is not None and set(poolings) != {1.0}

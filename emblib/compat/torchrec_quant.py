@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from emblib import collections as emblib_collections
 from emblib import sharding
 from emblib.compat import torchrec_script
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.fbgemm_types import check_flags, check_names
 from emblib.compat.torchrec_dist_data import rank_device
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,
@@ -363,7 +363,9 @@ class _QuantSharder(Subscripted):
         self, fused_params: None = None, shardable_params: Sequence[str] | None = None
     ) -> None:
         _refuse("fused_params", fused_params)
-        self._shardable_names = None if shardable_params is None else set(shardable_params)
+        self._shardable_names = None
+        if shardable_params is not None:
+            self._shardable_names = set(check_names("shardable_params", shardable_params))
         self.optimizer = self.comm_precision = None
 
     def shardable_parameters(self, module: Any) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from torch.nn import functional
 from emblib import Pooling, jagged
 from emblib import collections as emblib_collections
 from emblib.compat.fbgemm_inference import ScriptableLookup
+from emblib.compat.fbgemm_types import check_names
 from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.jagged.keyed_tensor import regroup, regroup_by_name
@@ -628,7 +629,7 @@ class Tracer(torch.fx.Tracer):
 
     def __init__(self, leaf_modules: list[str] | None = None) -> None:
         super().__init__()
-        self._leaf_modules = list(leaf_modules or ())
+        self._leaf_modules = check_names("leaf_modules", leaf_modules or ())
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the graph has a call of module `m`, not the operations inside it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
-from emblib.compat.fbgemm_types import BoundsCheckMode, as_member
+from emblib.compat.fbgemm_types import BoundsCheckMode, as_member, check_flags
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized
@@ -267,10 +267,12 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     """Return the optimizer that a sharder's `fused_params` describe; None if they have none.
 
     Raises:
+        TypeError: `gradient_clipping` is text.
         ValueError: a parameter would have no effect, or `bounds_check_mode` is FATAL.
     """
     if not fused_params:
         return None
+    check_flags(gradient_clipping=fused_params.get("gradient_clipping"))
     fused = optimizers.from_fused_params(fused_params)
     unknown_names = sorted(fused.table_arguments.keys() - IGNORED_FUSED_PARAMS)
     if unknown_names:

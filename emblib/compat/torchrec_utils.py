@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections import PositionWeightedProcessor
-from emblib.compat.fbgemm_types import EmbeddingLocation, check_positive
+from emblib.compat.fbgemm_types import EmbeddingLocation, check_names, check_positive
 from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.sharding.dense import materialise
@@ -163,7 +163,7 @@ def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJa
         keys: keys of the mapping or TensorDict to take; None is all.
     """
     if isinstance(features, Mapping) or hasattr(features, "batch_size"):
-        names = list(features.keys() if keys is None else keys)
+        names = check_names("keys", features.keys() if keys is None else keys)
         return KeyedJaggedTensor.from_nested({name: features[name] for name in names})
     return KeyedJaggedTensor.adopt(features)
 

@@ -93,6 +93,24 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
             lambda: torchrec.EmbeddingCollectionSharder(use_index_dedup=NO),
             "use_index_dedup must be T",
         ),
+        (
+            lambda: torchrec.EmbeddingBagCollectionSharder({"gradient_clipping": NO}),
+            "gradient_clipping must be True or False",
+        ),
+        (
+            lambda: torchrec.DefaultDataParallelWrapper(params_to_ignore="over"),
+            "params_to_ignore must be a sequence of names",
+        ),
+        (
+            lambda: torchrec.ParameterConstraints(sharding_types="row_wise"),
+            "sharding_types must be a sequence of names",
+        ),
+        (
+            lambda: torchrec.QuantEmbeddingBagCollectionSharder(shardable_params="t"),
+            "shardable_params must be a sequence of names",
+        ),
+        (lambda: torchrec.Tracer(leaf_modules=NO), "leaf_modules must be a sequence of names"),
+        (lambda: torchrec.maybe_td_to_kjt({}, "ab"), "keys must be a sequence of names"),
         (lambda: torchrec.set_ec_index_dedup(NO), "val must be True or False"),
         (lambda: torchrec.set_gradient_division(NO), "val must be True or False"),
         (lambda: torchrec.QCommsConfig(fp8_bwd_uses_143=NO), "fp8_bwd_uses_143 must be True"),
