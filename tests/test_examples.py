@@ -116,6 +116,18 @@ def test_a_dlrm_resumes(kind: str, tmp_path: Path, dlrm: Any) -> None:
     assert parts == whole
 
 
+def test_a_checkpoint_of_a_dlrm_is_of_one_kind_of_tables(tmp_path: Path, dlrm: Any) -> None:
+    """And one with more steps than asked for stays as it is."""
+    options = ["--device", "cpu", "--checkpoint", str(tmp_path / "dlrm.pt"), "--tables"]
+    with pytest.raises(SystemExit):
+        dlrm.main([*DLRM, "4", *options, "plain", "--tables", "hash"])
+    longer = dlrm.main([*DLRM, "4", *options, "plain"])
+    with pytest.raises(SystemExit, match="tables of the kind plain, not hash"):
+        dlrm.main([*DLRM, "4", *options, "hash"])
+    assert dlrm.main([*DLRM, "2", *options, "plain"]) == longer
+    assert torch.load(tmp_path / "dlrm.pt")["step"] == 4
+
+
 def test_the_data_of_a_dlrm(tmp_path: Path, dlrm: Any) -> None:
     lines = [["1", *["3"] * 13, *["ab"] * 26], ["0", *[""] * 13, *["cd"] * 26]]
     (tmp_path / "day.tsv").write_text("\n".join("\t".join(line) for line in lines * 5))

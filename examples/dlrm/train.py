@@ -52,13 +52,16 @@ def train(arguments: argparse.Namespace, kind: str, data: Clicks) -> float:
     saved, start = Path(arguments.checkpoint or ""), 0
     if arguments.checkpoint and saved.exists():
         state = torch.load(saved, weights_only=True)
+        if state["tables"] != kind:
+            raise SystemExit(f"{saved} has tables of the kind {state['tables']}, not {kind}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         FusedOptimizer.of(model).load_state_dict(state["fused"])  # of tables in collections
         start = state["step"]
     per_epoch = data.num_train // size
     began = time.perf_counter()
-    for step in range(start, arguments.steps):
+    steps = max(start, arguments.steps)
+    for step in range(start, steps):
         first = step % per_epoch * size
         ids, numbers, labels = data.batch(first, first + size, device)
         loss = nn.functional.binary_cross_entropy_with_logits(model(ids, numbers), labels)
@@ -71,11 +74,12 @@ def train(arguments: argparse.Namespace, kind: str, data: Clicks) -> float:
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "fused": FusedOptimizer.of(model).state_dict(),
-            "step": arguments.steps,
+            "tables": kind,
+            "step": steps,
         }
         torch.save(state, saved)
     area = evaluate(model, data, size, device)
-    print(f"{kind}: AUC {area:.4f} after {arguments.steps} steps, {seconds:.1f} s of training")
+    print(f"{kind}: AUC {area:.4f} after {steps} steps, {seconds:.1f} s of training")
     return area
 
 
@@ -90,8 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--checkpoint", help="written at the end; resumed from if it exists")
     parser.add_argument("--seed", type=int, default=0)
     parsed = parser.parse_args(arguments)
+    kinds = parsed.tables or ["plain"]
+    if parsed.checkpoint and len(kinds) > 1:
+        parser.error("--checkpoint is of one kind of tables")
     data = load(parsed.data)
-    return [train(parsed, kind, data) for kind in parsed.tables or ["plain"]]
+    return [train(parsed, kind, data) for kind in kinds]
 
 
 if __name__ == "__main__":
