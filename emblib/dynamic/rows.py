@@ -31,6 +31,7 @@ from emblib.tables import memory
 from emblib.tables.base import table_number
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.locks import ModuleLock
+from emblib.tables.parameters import version_of
 
 
 class RowLayout:
@@ -555,6 +556,7 @@ class TrainingUpdate:
         # Weak, so that the graph of an output does not keep a deleted module's store open.
         self._backing = None if backing is None else weakref.ref(backing)
         self._generation = 0 if backing is None else backing.generation
+        self._ids_version = version_of(keys.ids)  # which may be the caller's tensor
         index.versions.watch(self)
         self.batch: autograd.Lookup | None = None
         # The lookups by row, the fields of `tbe.Groups`, if the insertion of the batch made them.
@@ -643,7 +645,8 @@ class TrainingUpdate:
         The number of lookups whose keys have left is added to `dropped_updates`.
 
         Raises:
-            RuntimeError: sample weights get a gradient, which needs a row that has left.
+            RuntimeError: sample weights get a gradient, which needs a row that has left; or see
+                `present_slots`.
         """
         slots, is_lost = self.present_slots()
         if is_lost is None:
@@ -661,9 +664,17 @@ class TrainingUpdate:
 
         The second is None if no row can have moved. With a backing store, keys in the store get
         copies in overflow rows.
+
+        Raises:
+            RuntimeError: rows may have moved, and the ids of the batch were overwritten.
         """
         if not self.is_stale():
             return self._slots, None
+        if version_of(self._keys.ids) != self._ids_version:
+            raise RuntimeError(
+                "the ids of a batch were changed in place before its backward, which needs them "
+                "because keys were inserted or removed since: pass the batch a copy of the ids"
+            )
         if self._backing is None:
             current_slots = self._index.find(self._keys)
         else:

@@ -229,6 +229,20 @@ def test_states_of_an_outside_optimizer_begin_anew(device: torch.device) -> None
         small.track_optimizer_state(optimizers[1])
 
 
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.External()])
+def test_ids_overwritten_before_their_backward_raise(
+    device: torch.device, optimizer: optim.Optimizer
+) -> None:
+    """As in dense tables: backward looks the keys up again, and would find those of another."""
+    table = DynamicEmbeddingBags([DynamicSpec(64, 4)], optimizer, device=device)
+    ids, offsets = torch.tensor([5, 6], device=device), torch.tensor([0, 2], device=device)
+    out = table(ids, offsets)
+    ids.copy_(torch.tensor([7, 8]))
+    out = out + table(ids, offsets)
+    with pytest.raises(RuntimeError, match="changed in place before its backward"):
+        out.sum().backward()
+
+
 def test_variable_batch_sizes(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     keys = _keys(generator, 40)
