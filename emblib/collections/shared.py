@@ -363,6 +363,10 @@ class SharedReader(nn.Module):
         out = look_up(BatchId(ids, offsets), batch_sizes, weights)
         return out if out.dtype is self.output_dtype else out.to(self.output_dtype)
 
+    def begin_step(self, *, is_joint: bool) -> None:
+        """Run the periodic part of the table's optimizer if this forward is the first of a step."""
+        self.table.module.begin_step(is_joint=is_joint or self.table.is_joint)
+
     def _look_up(
         self,
         batch_id: BatchId,

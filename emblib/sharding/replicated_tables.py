@@ -71,6 +71,12 @@ class ReplicatedTables(LayoutBuffers):
         batch_sizes = None
         if inputs.is_variable:
             batch_sizes = [[inputs.bag_counts[feature]] for feature in self._features]
+        if self.is_synchronised:
+            for slice_group in self.groups.active:
+                # Backward makes the lookup of the step. Trains with a row cache lack the method.
+                begin_step = getattr(slice_group.module, "begin_step", None)
+                if begin_step is not None:
+                    begin_step(is_joint=False)
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
         return in_grad_mode(self.groups, enabled=with_grad)(
             ids, offsets, weights, batch_sizes=batch_sizes

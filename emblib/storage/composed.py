@@ -395,6 +395,10 @@ class ComposedModule(ComposedLookup):
             for k in range(len(components))
         ]
 
+    def begin_step(self, *, is_joint: bool) -> None:
+        """Run the periodic part of the optimizer if this forward is the first of a step."""
+        self.dense.begin_step(is_joint=is_joint)
+
     @property
     def components(self) -> DenseModule:
         """Return the module of all components."""

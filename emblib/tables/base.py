@@ -410,6 +410,9 @@ class FusedTables(nn.Module):
         """Return weights, optimizer states and hyperparameters, in the form that ops take."""
         raise NotImplementedError
 
+    def begin_step(self, *, is_joint: bool) -> None:
+        """Do nothing; a subclass runs the periodic part of its optimizer."""
+
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train all tables, which share the parameter, from the next forward on, or freeze them."""
         self._frozen = not trained

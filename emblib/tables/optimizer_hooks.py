@@ -69,6 +69,16 @@ def check_tables(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Poo
         raise ValueError("GlobalDecay scales rows as they are pooled; use pooling SUM or MEAN")
 
 
+def refuse_capture(optimizer: Optimizer, hyperparams: Tensor) -> None:
+    """Raise RuntimeError during the capture of a CUDA graph: its replay would run no hook."""
+    if hyperparams.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has a periodic part that counts forwards in Python, which "
+            "the replay of a CUDA graph does not run; capture the rest of the model, or choose an "
+            "optimizer without one"
+        )
+
+
 def before_forward(
     optimizer: Optimizer, step: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
 ) -> None:

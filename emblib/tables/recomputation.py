@@ -154,11 +154,12 @@ def checkpointed_forward(*, training: bool = True) -> CheckpointedForward | None
 def is_first_training_forward(*, training: bool) -> bool:
     """Return whether the running forward trains, and is not a repetition of an earlier one.
 
+    A forward that a backward makes repeats one, as for replicas of a table (`GradientSink`).
     `training` is as in `checkpointed_forward`.
     """
     forward = checkpointed_forward(training=training)
     if forward is None:
-        return torch.is_grad_enabled()
+        return torch.is_grad_enabled() and torch._C._current_graph_task_id() == _NO_TASK
     return not forward.is_recomputation and (torch.is_grad_enabled() or forward.trains_without_grad)
 
 

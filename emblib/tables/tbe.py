@@ -395,9 +395,8 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up a batch after its checks; the output is that of `forward`."""
         batch, tiers = self._prepare_batch(*batch_id, batch_sizes, reading), self._tiers()
-        if self._is_periodic and self._begins_step(batch):
-            with self._lock:
-                self._before_forward(tiers)
+        if self._is_periodic:
+            self.begin_step(is_joint=batch.joint is not None)
         updates_in_backward = autograd.updates_in_backward(self.optimizer)
         read_rows = self._read if updates_in_backward else self._read_for_gradients
         if self._prefetching_cache is not None:
@@ -494,24 +493,26 @@ class TableBatchedEmbeddingBags(FusedTables):
         """
         return self._look_up(batch_id, batch_sizes, sample_weights)
 
-    def _before_forward(self, tiers: autograd.Tiers) -> None:
-        """Run the periodic part of the optimizer, before the first forward of a step."""
-        if self.hyperparams.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__} has a periodic part that counts forwards in "
-                "Python, which the replay of a CUDA graph does not run; capture the rest of the "
-                "model, or choose an optimizer without one"
-            )
-        self._num_begun_steps += 1
-        self._memory.verify()  # the hooks read whole tables
-        views = [v for t, v in enumerate(self.table_views()) if t not in self._frozen_tables]
-        optimizer_hooks.before_forward(self.optimizer, self._num_begun_steps, tiers, views)
+    def begin_step(self, *, is_joint: bool) -> None:
+        """Run the periodic part of the optimizer if the running forward is the first of a step.
 
-    def _begins_step(self, batch: autograd.Lookup) -> bool:
+        Replicas call it too: a backward makes the lookup of their step. `is_joint` tells whether
+        one update follows all lookups of the table.
+        """
+        if not (self._is_periodic and self._begins_step(is_joint=is_joint)):
+            return
+        with self._lock:
+            optimizer_hooks.refuse_capture(self.optimizer, self.hyperparams)
+            self._num_begun_steps = step = self._num_begun_steps + 1
+            self._memory.verify()  # the hooks read whole tables
+            views = [v for t, v in enumerate(self.table_views()) if t not in self._frozen_tables]
+            optimizer_hooks.before_forward(self.optimizer, step, self._tiers(), views)
+
+    def _begins_step(self, *, is_joint: bool) -> bool:
         """Return whether this is a training forward, and the first one of a step."""
         if self._frozen or not is_first_training_forward(training=self.training):
             return False
-        every_forward_begins = not self.optimizer.deferred and batch.joint is None
+        every_forward_begins = not (self.optimizer.deferred or is_joint)
         return every_forward_begins or self._num_begun_steps == self._begun_steps_at_update
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:

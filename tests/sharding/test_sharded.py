@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emblib import optim
+from emblib.sharding import RankGroup
 from emblib.sharding.codecs import BF16, FP8, FP16, INT8, CommPrecision
 from emblib.sharding.sharding_types import Shard, equal_spans
 from emblib.specs import Pooling
 from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, TensorTrain
 from tests import nightly
 from tests.sharding import worlds
-from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
+from tests.sharding.sharded_cases import (
+    WORDS,
+    Case,
+    batch,
+    compare_tables,
+    joined,
+    make_sharded,
+    make_source,
+    sequences,
+    tables,
+    train,
+)
 
 SUM, MEAN = Pooling.SUM, Pooling.MEAN
 MIXES = {
@@ -89,6 +102,24 @@ def test_every_optimizer_by_element(name: str, plan: str, size: int) -> None:
 @pytest.mark.parametrize("name", ROWWISE)
 def test_every_optimizer_by_row(name: str, plan: str, size: int) -> None:
     worlds.run(size, train, Case(tables(SUM, MEAN), PLANS[plan], optimizer=ROWWISE[name]))
+
+
+def swap_averages(ranks: RankGroup, case: Case) -> None:
+    """Every training forward counts, so the collection in one process makes one per step too."""
+    whole = make_source(case).to(ranks.device)
+    sharded = make_sharded(case, ranks, copy.deepcopy(whole))
+    for step in range(4):
+        batches = [batch(case, 10 * step + r, 3).to(ranks.device) for r in range(ranks.size)]
+        sharded(batches[ranks.rank]).values().square().sum().backward()
+        whole(joined(batches)).values().square().sum().backward()
+        compare_tables(sharded, whole, case.tolerance)
+
+
+@pytest.mark.parametrize("storage", [None, Narrow(2)])
+def test_an_average_replaces_weights_before_forward(storage: Any) -> None:
+    ensemble = optim.EnsembleRowwiseAdagrad(0.5, average_every=1, swap_every=2)
+    case = Case(tables(SUM, storage=storage), PLANS["other"], optimizer=ensemble, tolerance=1e-5)
+    worlds.run(2, swap_averages, case)
 
 
 @pytest.mark.parametrize("plan", ["mixed", "other", "grid", "rw"])
