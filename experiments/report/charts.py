@@ -17,8 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis, YAxis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
+from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-from matplotlib.transforms import Transform, offset_copy
+from matplotlib.transforms import Bbox, Transform, offset_copy
 
 from experiments.report import text
 from experiments.report.style import GRID, INK, WIDTH, Drawing, Panel
@@ -391,58 +392,56 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[PointName
 
 
 def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[PointName]:
-    """Return the names of points, written towards the middle of the panel."""
+    """Return the names of points, written where they cross the fewest lines and intervals.
+
+    If several places are as good, names are written towards the middle of the panel.
+    """
     low, high = axes.get_xlim()
     panel_middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
-    return [
-        PointName(
-            shorten(name, MAX_POINT_LETTERS),
-            (x, y),
-            x,
-            line.colour,
-            POINT_GAP if x < panel_middle else -POINT_GAP,
-            _lift(line, x, y, is_left=x < panel_middle),
-        )
-        for line in lines
-        for x, y, name in zip(line.x, line.y, line.names, strict=True)
-    ]
+    strokes = [list(zip(line.x, line.y, strict=True)) for line in lines]
+    for line in lines:
+        if line.low is not None and line.high is not None:
+            ends = zip(line.x, line.low, line.high, strict=True)
+            strokes += [[(x, bottom), (x, top)] for x, bottom, top in ends]
+    obstacles = [axes.transData.transform_path(Path(stroke)) for stroke in strokes]
+    obstacles.append(axes.transAxes.transform_path(Path([(0, 0), (0, 1)])))  # vertical axis
+
+    def num_crossed(name: PointName) -> int:
+        return sum(path.intersects_bbox(_name_box(axes, name), filled=False) for path in obstacles)
+
+    names = []
+    for line in lines:
+        for x, y, name in zip(line.x, line.y, line.names, strict=True):
+            inward_gap = POINT_GAP if x < panel_middle else -POINT_GAP
+            places = [
+                PointName(shorten(name, MAX_POINT_LETTERS), (x, y), x, line.colour, gap, lift)
+                for gap in (inward_gap, -inward_gap)
+                for lift in (0.0, NAME_LIFT, -NAME_LIFT)
+            ]
+            names.append(min(places, key=num_crossed))
+    return names
 
 
-def _lift(line: Curve, x: float, y: float, *, is_left: bool) -> float:
-    """Return how far above its point a name is written, so that the line does not cross the name.
-
-    If the line has a point on the name's side, the name is above its own point, or below it where
-    the line rises. Otherwise it is level with its point.
-    """
-    neighbours = [  # (distance, height) of the points on the name's side
-        (abs(v - x), w)
-        for v, w in zip(line.x, line.y, strict=True)
-        if (v > x if is_left else v < x)
-    ]
-    if not neighbours:
-        return 0.0
-    return -NAME_LIFT if min(neighbours)[1] > y else NAME_LIFT
+def _name_box(axes: Axes, name: PointName) -> Bbox:
+    """Return the box of a name before names are spread apart, in pixels, by a mean letter width."""
+    pixels_per_point = axes.figure.dpi / 72
+    x, _ = name.transform(axes).transform((name.x, 1.0))
+    near = x + name.shift * pixels_per_point
+    far = near + math.copysign(LETTER_POINTS * len(name.label), name.shift) * pixels_per_point
+    middle, half = _height(axes, name) * pixels_per_point, NAME_POINTS / 2 * pixels_per_point
+    return Bbox([[min(near, far), middle - half], [max(near, far), middle + half]])
 
 
 def _write_names(axes: Axes, names: Sequence[PointName]) -> None:
     """Write names at the heights of their points, moved no farther than needed to keep them apart.
 
-    A thin line joins a name that had to move with its point. Names right of their points and names
-    left of theirs are kept apart from each other only if some would overlap. All positions are in
-    the units of the data: names stay at their points when the layout resizes the panel.
+    A thin line joins a name that had to move with its point. All positions are in the units of the
+    data: names stay at their points when the layout resizes the panel.
     """
     canvas = cast(Canvas, axes.figure)
     points_per_pixel = 72 / canvas.dpi
     low, high = axes.bbox.y0 * points_per_pixel, axes.bbox.y1 * points_per_pixel
-    edge_names = [name for name in names if name.is_at_edge]
-    right_names = [name for name in names if name.shift > 0 and not name.is_at_edge]
-    left_names = [name for name in names if name.shift <= 0]
-    groups = (
-        [[*right_names, *left_names]]
-        if _would_overlap(axes, right_names, left_names)
-        else [right_names, left_names]
-    )
-    for group in (*groups, edge_names):
+    for group in _groups_side_by_side(axes, names):
         names_by_height = [(_height(axes, name), name) for name in group]
         names_by_height.sort(key=lambda pair: pair[0])
         wanted_heights = [height for height, _ in names_by_height]
@@ -474,18 +473,16 @@ def _height(axes: Axes, name: PointName) -> float:
     return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi + name.lift
 
 
-def _would_overlap(
-    axes: Axes, right_names: Sequence[PointName], left_names: Sequence[PointName]
-) -> bool:
-    """Return whether a name right of its point would overlap one left of its point."""
-
-    def end(name: PointName) -> float:
-        x = float(axes.transData.transform((name.x, 1.0))[0]) * 72 / axes.figure.dpi
-        return x + name.shift + math.copysign(LETTER_POINTS * len(name.label), name.shift)
-
-    return bool(right_names and left_names) and max(map(end, right_names)) > min(
-        map(end, left_names)
-    )
+def _groups_side_by_side(axes: Axes, names: Sequence[PointName]) -> list[list[PointName]]:
+    """Return the names in groups, where names of two groups never overlap at any height."""
+    groups: list[list[PointName]] = []
+    right_end = -math.inf
+    for box, name in sorted(((_name_box(axes, n), n) for n in names), key=lambda p: p[0].xmin):
+        if box.xmin > right_end:
+            groups.append([])
+        groups[-1].append(name)
+        right_end = max(right_end, box.xmax)
+    return groups
 
 
 def spread_apart(

@@ -411,21 +411,23 @@ def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
     assert not any(one.overlaps(another) for one, another in pairs)
 
 
-@pytest.mark.parametrize("heights", [(2.4, 2.38, 2.5), (2.4, 2.41, 2.39)])
-def test_a_line_strikes_none_of_its_names_out(heights: tuple[float, ...]) -> None:
-    trains = charts.Curve([22.0, 59.0, 85.0], heights, names=["TT 8", "TT 16", "TT 32"])
-    trains = dataclasses.replace(trains, offset=(0, 0))
+@pytest.mark.parametrize("heights", [(2.4, 2.38, 2.5), (2.4, 2.41, 2.39), (2.4, 2.9, 2.4)])
+def test_a_line_and_its_intervals_strike_none_of_its_names_out(heights: tuple[float, ...]) -> None:
+    trains = charts.Curve([22.0, 59.0, 75.0], heights, names=["TT 8", "TT 16", "TT rank 32"])
+    low, high = [0.7 * y for y in heights], [3.0 * y for y in heights]
+    trains = dataclasses.replace(trains, offset=(0, 0), low=low, high=high)
     tall = charts.Curve([65.0, 65.0], [0.5, 9.0], names=["TBE", "torch"], offset=(0, 0))
     scale = charts.Scale("", log=10)
     _, axes = plt.subplots()
     charts.curves([trains, tall], scale, scale, name_position="points")(axes)
     axes.figure.canvas.draw()
     points = list(zip(trains.x, trains.y, strict=True))
-    line = axes.transData.transform_path(path.Path(points))
+    strokes = [points, *([(x, y), (x, z)] for x, y, z in zip(trains.x, low, high, strict=True))]
+    lines = [axes.transData.transform_path(path.Path(stroke)) for stroke in strokes]
     boxes = [Text.get_window_extent(name) for name in axes.texts if name.get_text() in trains.names]
     plt.close()
     assert len(boxes) == 3
-    assert not any(line.intersects_bbox(box, filled=False) for box in boxes)
+    assert not any(line.intersects_bbox(box, filled=False) for line in lines for box in boxes)
 
 
 def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
