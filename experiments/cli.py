@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import select
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -173,7 +174,7 @@ def _run_experiment(arguments: Sequence[str]) -> int:
     if not experiment_names:
         configure.check_keys(words)
         print(f"experiments, and what they answer\n{questions_in_brief()}\n", file=sys.stderr)
-        example = " ".join(["+experiment=tt_vs_tbe", *words])
+        example = shlex.join(["+experiment=tt_vs_tbe", *words])
         raise UsageError(
             f"which experiment? e.g. python run.py {example}; --help explains the rest"
         )

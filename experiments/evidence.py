@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
         parent = ROOT / "reports" / "runs" / "smoke" if smoke else program_folder(device)
         folder = parent / part.name
         command = part.command(smoke=smoke, out=folder)
-        print("$ " + " ".join(["python", *command[1:]]), flush=True)
+        print("$ " + shlex.join(["python", *command[1:]]), flush=True)
         status, state = run_watched(command)
         print(f"{part.name}: {describe_load(state)}", flush=True)
         if status:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -250,5 +251,5 @@ def latest_run(name: str) -> Path:
 
 def _run_py(*words: str) -> int:
     command = ["run.py", *words]
-    print("$ python " + " ".join(command), flush=True)
+    print("$ python " + shlex.join(command), flush=True)
     return subprocess.run([sys.executable, *command], cwd=ROOT).returncode

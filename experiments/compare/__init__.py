@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved_paths = [path.resolve() for path in arguments.runs]
     if repeated_paths := [path for path, n in Counter(resolved_paths).items() if n > 1]:
         raise UsageError(f"{repeated_paths[0]} is named twice: a run is compared with other runs")
-    run_words = " ".join(
+    run_words = shlex.join(
         str(path) if machines.is_remote(path) else os.path.relpath(path) for path in arguments.runs
     )
     try:

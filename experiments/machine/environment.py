@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -38,7 +39,7 @@ def environment_content(device: torch.device, words: list[str]) -> dict[str, Any
     flags = cpu.instructions()
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python run.py " + " ".join(words),
+        "command": shlex.join(["python", "run.py", *words]),
         "device": device_name(device),
         "cpu": {
             "model": _cpu_model(),

@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -221,7 +222,7 @@ def write(rows: list[Row], folder: Path) -> None:
         table.writeheader()
         table.writerows(rows)
     info = {
-        "command": " ".join(["python -m tests.bench.optimizer_steps", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "tests.bench.optimizer_steps", *sys.argv[1:]]),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "load": os.getloadavg(),

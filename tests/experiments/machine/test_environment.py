@@ -49,9 +49,9 @@ def test_available_memory_is_between_nothing_and_all_of_it() -> None:
 
 
 def test_the_environment_is_complete_and_names_nobody() -> None:
-    found = environment.environment_content(CPU, ["+experiment=x"])
+    found = environment.environment_content(CPU, ["+experiment=x", "exclude=[rank > D]"])
     written = json.dumps(found)
-    assert found["command"] == "python run.py +experiment=x"
+    assert found["command"] == "python run.py +experiment=x 'exclude=[rank > D]'"
     for key in ("device", "cpu", "torch", "python", "threads", "git", "load_average", "huge_pages"):
         assert key in found
     assert found["threads"] == torch.get_num_threads()
