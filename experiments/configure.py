@@ -39,9 +39,9 @@ from experiments.config.schema import (
     folder_name,
     require,
 )
-from experiments.config.sweep import COMPUTED_ARMS, ONLY_ARMS, QUALITY_METHODS
+from experiments.config.sweep import COMPUTED_ARMS, ONLY_ARMS, QUALITY_METHODS, SWEEP
 from experiments.contenders import registry
-from experiments.kinds.base import ContenderType, check_contender_types
+from experiments.kinds.base import ContenderType, Ranks, check_contender_types
 from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
@@ -96,9 +96,51 @@ def load(arguments: Sequence[str]) -> Config:
     """
     composed = _compose(arguments)
     try:
-        return to_config(composed)
+        config = to_config(composed)
     except OmegaConfBaseException as error:
         raise UsageError(_error_in_one_line(error)) from error
+    _check_effects(config, arguments)
+    return config
+
+
+GATE_KINDS = ("gate", "noise", "power")
+SWEEP_KEYS = ("sweep", "design", "where", "exclude")
+# Keys and groups of the run that only its sweep reads; each case has its own.
+KEYS_OF_CASES = ("workload", "contenders", "tt", "cache", "keys", "sharding")
+
+
+def _check_effects(config: Config, arguments: Sequence[str]) -> None:
+    """Raise UsageError for words that set a key which this experiment does not read.
+
+    An empty list, such as `sweep.D=[]`, is accepted.
+    """
+    kind = kinds.find(config.kind)
+    cases, swept = kind.cells(dataclasses.replace(config, where=[], exclude=[]))
+    only_arm, arms = kind.arms.only_arm, [arm for cell in swept for arm in cell.arms]
+    has_modes = not all(kinds.find(cell.kind).measurement.modes for cell in cases + swept)
+    is_read = {  # by key or group
+        "gate": config.kind in GATE_KINDS,
+        "sharding": kind.arms.ranks is Ranks.OF_WORLDS,
+        "contenders": not only_arm,
+        "tt": any(arm.rank for arm in arms),
+        "sweep.rank": any(arm.rank for arm in arms),
+        "cache": bool(only_arm) or any(arm.cache for arm in arms),
+        "timing.modes": has_modes,
+        **dict.fromkeys(SWEEP_KEYS, any(cell.section == SWEEP for cell in swept)),
+    }
+    for override in parse(arguments):
+        key = override.key_or_group
+        group = key.partition(".")[0]
+        if override.value() == []:
+            continue
+        reason = ""
+        if not swept and group in KEYS_OF_CASES and not (group == "cache" and only_arm):
+            reason = f"only cases are measured, and cases.NAME.{key} sets theirs"
+        elif not (is_read.get(key, True) and is_read.get(group, True)):
+            reason = f"{config.name} does not read {key}"
+        if reason:
+            cases_note = f" (cases: {', '.join(config.cases)})" if config.cases else ""
+            raise UsageError(f"'{override.input_line}' changes nothing: {reason}{cases_note}")
 
 
 def composed_yaml(arguments: Sequence[str]) -> str:
@@ -405,10 +447,10 @@ def check_values(config: Config) -> None:
             values,
             holds=all(map(_is_number_from_0, values)),
         )
-    for axis in ("L", "s", "q"):
-        if config.workload.distribution is Distribution.trace and getattr(config.sweep, axis):
+    for axis, reason in _axes_without_effect(config.workload).items():
+        if getattr(config.sweep, axis):
             raise UsageError(
-                f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
+                f"sweep.{axis} changes nothing about {reason}: leave it out with 'sweep.{axis}=[]'"
             )
     timing, device = config.timing, config.device
     for name, value in dataclasses.asdict(timing).items():
@@ -534,6 +576,20 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
     for name in ("ranks", "row_factors", "dim_factors"):
         sizes = getattr(tt, name)
         require(f"{prefix}tt.{name} must be >= 1", sizes, holds=all(size >= 1 for size in sizes))
+
+
+def _axes_without_effect(workload: WorkloadConfig) -> dict[str, str]:
+    """Return {axis: workload in words} of the axes that do not change the workload."""
+    axes: dict[str, str] = {}
+    if workload.tables is Tables.criteo_kaggle:
+        axes |= dict.fromkeys(("T", "E"), "the tables of Criteo-Kaggle")
+    elif workload.sizes:
+        axes |= dict.fromkeys(("T", "E"), "tables of workload.sizes")
+    if workload.distribution is Distribution.trace:
+        axes |= dict.fromkeys(("L", "s", "q"), "a trace")
+    elif workload.distribution is not Distribution.zipf:
+        axes |= dict.fromkeys(("s", "q"), f"{workload.distribution.value} ids")
+    return axes
 
 
 def _is_number_from_0(value: float) -> bool:

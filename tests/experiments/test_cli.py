@@ -17,6 +17,7 @@ from experiments.run import runner
 from tests.experiments import FIRST_SCHEMA
 
 OK = "+experiment=tt_vs_tbe"
+CASES, SWEPT = "+experiment=anchor_tt_rec", "+experiment=tbe_vs_torch"
 
 PROBES = {
     ("+experimnt=tt_vs_tbe",): "Did you mean '+experiment=tt_vs_tbe'?",
@@ -95,6 +96,18 @@ PROBES = {
     (OK, "timing"): "'timing' needs a value: write timing=NAME. There is: gate, paper, quick",
     (OK, "where=['__import__(\"os\")']"): "where, exclude: cannot read",
     (OK, "where=['rnk > 3']"): "where, exclude: cannot read",
+    (CASES, "contenders=[tbe]"): "only cases are measured, and cases.NAME.contenders sets theirs",
+    (CASES, "workload.B=8"): "'workload.B=8' changes nothing: only cases are measured",
+    (CASES, "where=['D > 8']"): "changes nothing: anchor_tt_rec does not read where",
+    ("+experiment=quality", "sweep.D=[8]"): "quality does not read sweep.D",
+    ("+experiment=growth_latency", "timing.modes=[cold]"): "does not read timing.modes",
+    ("+experiment=calibration", "contenders=[tbe]"): "does not read contenders",
+    (SWEPT, "tt.ranks=[8]"): "'tt.ranks=[8]' changes nothing: tbe_vs_torch does not read tt.ranks",
+    (SWEPT, "sharding.worlds=[2]"): "does not read sharding.worlds",
+    (SWEPT, "gate.base=HEAD"): "does not read gate.base",
+    (SWEPT, "workload=uniform"): "sweep.s changes nothing about uniform ids: leave it out with",
+    (SWEPT, "workload.sizes=[3,4]"): "sweep.T changes nothing about tables of workload.sizes",
+    (SWEPT, "workload.tables=criteo_kaggle"): "sweep.T changes nothing about the tables of Crit",
 }
 
 
