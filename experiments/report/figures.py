@@ -316,10 +316,13 @@ def _roofline_drawing(
         )
         dots_and_limits.append(points)
     gather_by_size = {s: v for s, v in measured_ceilings.gather_gb_s if low <= s <= high}
-    if gather_by_size:
+    marks = []
+    if len(gather_by_size) == 1:  # a curve of one point would not be seen
+        (rate,) = gather_by_size.values()
+        marks.append(Mark(rate, line=DASHED, annotation=f"gather {_format_rate(rate)}"))
+    elif gather_by_size:
         rates = list(gather_by_size.values())
         dots_and_limits.append(Curve(list(gather_by_size), rates, line=DASHED, edge_name="gather"))
-    marks = []
     if math.isfinite(measured_ceilings.copy_gb_s):
         marks.append(
             Mark(

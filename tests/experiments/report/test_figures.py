@@ -187,6 +187,14 @@ def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:
     assert "copy 50" in _texts(figure.panels[0])
 
 
+def test_one_length_of_rows_has_a_limit_that_is_seen(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1)))
+    run.table.drop(run.table.index[run.table["D"] != 16], inplace=True)
+    (figure,) = figures.roofline_figures(run)
+    gather = BANDWIDTH["gather_gb_s"]["64"]
+    assert f"gather {figures._format_rate(gather)}" in _texts(figure.panels[0])
+
+
 def test_no_roof_no_roofline(tmp_path: Path) -> None:
     unknown = {"bandwidth": None, "copy_gb_s": None}
     run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1, environment=unknown)))
