@@ -142,12 +142,23 @@ def test_help_names_every_group_and_option(capsys: pytest.CaptureFixture[str]) -
     assert len(shown.splitlines()) <= 60
 
 
-def test_the_process_exits_with_the_status() -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["+experimnt=tt_vs_tbe"], "error: unknown key 'experimnt'"),
+        ([], "error: which experiment?"),  # prints texts of the YAML files
+    ],
+)
+def test_the_process_exits_with_the_status_in_any_locale(words: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "run.py", "+experimnt=tt_vs_tbe"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "run.py", *words],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        env=os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown key 'experimnt'")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
 
 
