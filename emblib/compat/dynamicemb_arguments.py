@@ -112,6 +112,9 @@ def _check_options(options: DynamicEmbTableOptions, name: str) -> None:
             raise ValueError(f"table {name!r} needs {field}: without a planner, set it")
         if not isinstance(value := getattr(options, field), int) or value < 1:
             raise ValueError(f"{field} of table {name!r} must be an int >= 1, got {value!r}")
+    for field in ("local_hbm_for_values", "global_hbm_for_values"):
+        if not hasattr(value := getattr(options, field), "__index__") or value < 0:
+            raise ValueError(f"{field} of table {name!r} must be an int >= 0, got {value!r}")
     if options.index_type not in (None, torch.int64, torch.uint64):
         raise ValueError(
             f"index_type must be torch.int64 or torch.uint64, got {options.index_type}"

@@ -203,8 +203,8 @@ class DynamicEmbTableOptions:
 
     Raises:
         NotImplementedError: a tuple of scores is not one of TIMESTAMP and LFU.
-        TypeError: `score_strategy` is neither a strategy nor a tuple of strategies, or a flag is
-            text.
+        TypeError: `score_strategy` is neither a strategy nor a tuple of strategies, a flag is text,
+            or initial values or `evict_strategy` are objects of another class.
         ValueError: the mode of `eval_initializer_args` is not CONSTANT, or `dist_type` is unknown.
     """
 
@@ -232,6 +232,13 @@ class DynamicEmbTableOptions:
 
     def __post_init__(self) -> None:
         check_flags(training=self.training, caching=self.caching)
+        for name, kind in (
+            ("initializer_args", DynamicEmbInitializerArgs),
+            ("eval_initializer_args", DynamicEmbInitializerArgs),
+            ("evict_strategy", DynamicEmbEvictStrategy),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
         if self.eval_initializer_args.mode is not DynamicEmbInitializerMode.CONSTANT:
             raise ValueError(
                 "eval_initializer_args must be CONSTANT, got "
