@@ -196,7 +196,7 @@ class DistributedModelParallel(nn.Module):
         if wrapping is not None and self.dense_ranks.size > 1 and has_trained:
             self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
             self._is_wrapped = True
-            mark_as_replicas(model, self.dense_ranks)
+            mark_as_replicas(model, self.ranks)  # those that the wrapper made
 
     @property
     def dense_ranks(self) -> RankGroup:

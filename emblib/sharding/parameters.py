@@ -110,17 +110,23 @@ def mark_as_replicas(module: nn.Module, ranks: RankGroup) -> None:
 
 def _mark_gradient(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
     """Mark this rank's share of a gradient for `clip_grad_norm_`; for one rank do nothing."""
-    if ranks.size > 1:
-        gradient_norms.mark_gradient(parameter, share, _GroupRanks(ranks))
+    gradient_ranks = gradient_ranks_of(ranks)
+    if gradient_ranks is not None:
+        gradient_norms.mark_gradient(parameter, share, gradient_ranks)
 
 
 def gradient_ranks_of(ranks: RankGroup) -> gradient_norms.GradientRanks | None:
     """Return the argument `ranks` of `gradient_norms.clip_grad_norm_`; None for one rank."""
-    return _GroupRanks(ranks) if ranks.size > 1 else None
+    has_replicas = ranks.replicas is not None and ranks.replicas.size > 1
+    return _GroupRanks(ranks) if ranks.size > 1 or has_replicas else None
 
 
 class _GroupRanks:
-    """The ranks of a group as `gradient_norms.GradientRanks`, over which it gathers norms."""
+    """The ranks of a group as `gradient_norms.GradientRanks`, over which it gathers norms.
+
+    Replicas of tables have other gradients in each group. All groups take the largest numbers of
+    all, so that they scale the dense part, which they have in common, by one factor.
+    """
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -130,10 +136,10 @@ class _GroupRanks:
 
         All ranks call this, with equal n.
         """
-        ranks = self._ranks
-        sizes = [numbers.numel()] * ranks.size
-        gathered = start_all_gather(numbers.to(ranks.device), sizes, ranks).wait()
-        return gathered.view(ranks.size, -1)
+        gathered = _all_gather(numbers.to(self._ranks.device), self._ranks)
+        if self._ranks.replicas is not None:
+            gathered = _all_gather(gathered, self._ranks.replicas).amax(0).view_as(gathered)
+        return gathered
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _GroupRanks) and other._ranks.group is self._ranks.group
@@ -154,11 +160,13 @@ def clip_grad_norm_(
     `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank. In a model whose
     sharded tables have dense gradients, it would scale every rank's replica of the dense part by a
     different factor. Here every shard counts on the rank that stores it and all other parameters
-    count once, so the result is the same as for the whole model in one process. All ranks call this
-    together, after the gradients of the dense part are averaged, and wait for each other and for
-    their GPUs. Sparse gradients, which torch refuses, are clipped too. Tables that backward updates
-    have no gradients to clip, and raise: make their optimizer `deferred`, or set its
-    `max_gradient`. To clip the dense part alone, pass its parameters.
+    count once, so the result is the same as for the whole model in one process. The replicas of
+    `ReplicatedModelParallel` have other gradients of a shard: the largest norm counts, so that all
+    ranks scale alike. All ranks call this together, after the gradients of the dense part are
+    averaged, and wait for each other and for their GPUs. Sparse gradients, which torch refuses, are
+    clipped too. Tables that backward updates have no gradients to clip, and raise: make their
+    optimizer `deferred`, or set its `max_gradient`. To clip the dense part alone, pass its
+    parameters.
 
     Args:
         parameters: a model that `DistributedModelParallel` or `shard` returned, or parameters of
@@ -197,11 +205,17 @@ def clip_grad_norm_(
     )
 
 
-def _ranks_of_model(model: nn.Module) -> _GroupRanks | None:
+def _all_gather(numbers: Tensor, ranks: RankGroup) -> Tensor:
+    """Return the numbers `[n]` in all of every rank, `[W, n]`."""
+    sizes = [numbers.numel()] * ranks.size
+    return start_all_gather(numbers.flatten(), sizes, ranks).wait().view(ranks.size, -1)
+
+
+def _ranks_of_model(model: nn.Module) -> gradient_norms.GradientRanks | None:
     """Return the ranks of the sharded modules of a model; None without any."""
     # A rank may have no parameter at all, but takes part in the collective.
     for module in model.modules():
         ranks = getattr(module, "ranks", None)
-        if isinstance(ranks, RankGroup) and ranks.size > 1:
-            return _GroupRanks(ranks)
+        if isinstance(ranks, RankGroup) and (group_ranks := gradient_ranks_of(ranks)):
+            return group_ranks
     return None

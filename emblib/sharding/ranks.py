@@ -57,6 +57,9 @@ class RankGroup:
     local_size: int  # number of processes per node
     device: torch.device  # device of the tensors that this rank sends
     group: dist.ProcessGroup | None  # None for this process alone
+    # Where groups have replicas of all tables, the ranks with the shards of this rank, one per
+    # group; `ReplicatedModelParallel` sets it.
+    replicas: RankGroup | None = None
 
     def __init__(
         self,

@@ -98,6 +98,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         all_ranks = RankGroup(mesh)
         shard_ranks = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
+        shard_ranks.replicas = replicas  # for `clip_grad_norm_`
         if plan is None:  # all replicas use the plan of the first: their memory may differ
             plan = invoke_on_rank_and_broadcast_result(
                 replicas, 0, make_plan, module, planner, shard_ranks, optimizer

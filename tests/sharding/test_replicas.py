@@ -20,6 +20,7 @@ from emblib.sharding import (
     RankGroup,
     ReplicatedModelParallel,
     TrainPipelineSparseDist,
+    clip_grad_norm_,
     row_wise,
     table_wise,
 )
@@ -33,6 +34,7 @@ from tests.sharding.pipeline_cases import (
     dense_optimizer,
     make_batch,
     plain_loop,
+    to_device,
     values_of,
 )
 
@@ -49,12 +51,13 @@ def net(optimizer: optim.Optimizer) -> Net:
 
 
 def replicas(
-    ranks: RankGroup, plan: str = "parts", wrap: str = "ddp", **options: Any
+    ranks: RankGroup, plan: str = "parts", wrap: str = "ddp", size: int = 2, **options: Any
 ) -> ReplicatedModelParallel:
-    """Two replicas over two ranks each."""
-    mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
+    """Replicas over `size` of four ranks each."""
+    names = ("replicas", "shards")
+    mesh = init_device_mesh(ranks.device.type, (4 // size, size), mesh_dim_names=names)
     model = net(options.pop("optimizer", optim.SGD(0.1))).to(ranks.device)
-    return ReplicatedModelParallel(model, mesh, plan=PLANS[plan](2), wrap=wrap, **options)
+    return ReplicatedModelParallel(model, mesh, plan=PLANS[plan](size), wrap=wrap, **options)
 
 
 def assert_equal_replicas(model: ReplicatedModelParallel) -> None:
@@ -177,6 +180,30 @@ def _in_pipeline(ranks: RankGroup) -> int:
 
 def test_a_pipeline_drains_the_loaders_of_all_replicas() -> None:
     assert worlds.run(4, _in_pipeline) == [4, 4, 4, 4]
+
+
+def _clipped(ranks: RankGroup, size: int, wrap: str) -> list[float]:
+    """Steps with clipped gradients; the tables of each replica have other gradients."""
+    model = replicas(ranks, wrap=wrap, size=size, optimizer=optim.SGD(0.1, deferred=True))
+    optimizer = dense_optimizer(model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(to_device(make_batch(10 * ranks.rank + step, 3), ranks.device))[0].backward()
+        whole = [model, list(model.parameters())][step % 2]
+        norms.append(float(clip_grad_norm_(whole, 1e-3)))
+        optimizer.step()
+        model.fused_optimizer.step()
+        model.fused_optimizer.zero_grad()
+        model.sync()
+        assert_equal_replicas(model)
+    return norms
+
+
+@pytest.mark.parametrize(("size", "wrap"), [(2, "ddp"), (1, "ddp"), (2, "fully_shard")])
+def test_replicas_clip_their_gradients_alike(size: int, wrap: str) -> None:
+    first, *others = worlds.run(4, _clipped, size, wrap)
+    assert others == [first] * 3
 
 
 def _saved(ranks: RankGroup, folder: Path) -> dict[str, Tensor]:
