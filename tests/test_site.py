@@ -29,6 +29,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span>' in page  # examples are code,
     assert "<blockquote>" not in page  # not quotations
     assert "=====</p>" not in page  # and tables keep their lines
+    assert 'id="emblib.TableBatchedEmbeddingBags.set_learning_rate"' in page  # of a base class,
+    assert 'id="emblib.TableBatchedEmbeddingBags.state_problems"' not in page  # if it is for users
+    page = (tmp_path / "api/collections/index.html").read_text()
+    assert 'id="emblib.EmbeddingBagCollection.quantized"' in page
+    page = (tmp_path / "api/sharding/index.html").read_text()
+    assert 'id="emblib.sharding.TrainPipelineSparseDist.progress"' in page
     page = (tmp_path / "api/dynamic/index.html").read_text()
     assert 'id="emblib.DynamicEmbeddingBags.save"' in page  # `save = ...` of another module
     readme = (tmp_path / "getting_started/index.html").read_text()
