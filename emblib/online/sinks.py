@@ -107,7 +107,7 @@ class DirectorySink:
     """
 
     def __init__(self, directory: str | Path, segment_bytes: int = 64 << 20) -> None:
-        self.directory = Path(directory).expanduser()
+        self.directory = Path(directory).expanduser().absolute()
         self._max_segment_bytes = check_count("segment_bytes", segment_bytes)
         self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
         self._process = os.getpid()  # which opened them; a forked one has copies of the handles

@@ -136,7 +136,7 @@ class DiskStore:
     ) -> None:
         check_float_dtype("the dtype of the weights", dtype)
         check_float_dtype("the dtype of the states", state_dtype)
-        self.directory = Path(directory).expanduser()
+        self.directory = Path(directory).expanduser().absolute()
         self._layout = _layout_of(tables, dtype, states, state_dtype)
         self._verify = verify
         self._committing: _Commit | None = None  # the commit in progress

@@ -166,6 +166,24 @@ def test_a_store_has_one_owner(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
+def test_a_relative_path_is_that_of_the_first_directory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store, rows = FILES[kind](Path()), random_rows([1, 2], 12, seed=0)
+    store.open(TABLES)
+    store.put(0, rows)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    store.flush([[], []], "")
+    store.close()
+    store.open(TABLES)
+    assert contents(store, 0) == as_dict(rows)
+    store.close()
+    assert not os.listdir()
+
+
+@pytest.mark.parametrize("kind", FILES)
 def test_a_forked_process_may_not_write(kind: str, tmp_path: Path) -> None:
     store = FILES[kind](tmp_path)
     store.open(TABLES)

@@ -104,6 +104,18 @@ def test_a_directory_keeps_records_in_order(tmp_path: Path) -> None:
     assert sequences(again) == [8, 9]
 
 
+def test_a_relative_directory_is_that_of_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sink = DirectorySink("log", segment_bytes=1)
+    sink.append(record(1))
+    (tmp_path / "other" / "log").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "other")
+    sink.append(record(2))
+    assert sequences(sink) == sequences(DirectorySink(tmp_path / "log")) == [1, 2]
+
+
 def test_a_log_that_ends_at_any_byte_ends_at_a_record(tmp_path: Path) -> None:
     path = written(tmp_path, 2)
     whole = path.read_bytes()

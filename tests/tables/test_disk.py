@@ -111,6 +111,18 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "tables" / "weights.bin").exists()
 
 
+def test_a_relative_directory_is_that_of_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = simple("tables")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    store.commit([1.0])
+    store.close()
+    assert simple(tmp_path / "tables").committed_numbers == [1.0]
+
+
 def test_a_huge_store_takes_no_time_and_little_room(tmp_path: Path) -> None:
     start = time.monotonic()
     store = DiskStore(tmp_path, [TableSpec(10**7, 64)], torch.float32, STATES, torch.float32)

@@ -460,7 +460,7 @@ class DiskRows:
         self._row_files: list[RowFile] = []
         self._lock: int | None = None
         self._process = -1
-        self.directory = Path(directory).expanduser()
+        self.directory = Path(directory).expanduser().absolute()
         self._sync_guard = SyncGuard(self.directory)
         self.note = ""
         self._tables: list[StoredTable] = []

@@ -79,7 +79,7 @@ class SqliteRows:
         self._process = -1
         self._may_have_savepoint = False  # set before a savepoint is opened
         self._is_committing = False  # whether `flush` may have ended the transaction
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().absolute()
         self.note = ""
         self._tables: list[StoredTable] = []
         self._layout_entries: dict[str, str] = {}  # format and layout

@@ -80,7 +80,7 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
         ranks,
         lambda: (
             map_values(_with_column_cuts(expand_state_dicts(state)), _copy_to_host),
-            Path(path),
+            Path(path).absolute(),  # the process may change its directory meanwhile
         ),
     )
     background = _background_writer(ranks)
