@@ -73,9 +73,10 @@ def refuse_transforms(
     if is_recorded or any(map(_is_batched, arguments)):
         raise NotImplementedError(
             "lookups have no rules for the transforms of torch.func (vmap, grad, jacrev, ...): "
-            "differentiate with backward(), torch.autograd.grad or "
-            "torch.autograd.functional.jacobian; in place of vmap look up in a loop, or once for "
-            "a larger batch. Lookups that need no gradient may be under torch.no_grad() in a "
+            "differentiate with backward(), or with torch.autograd.grad or "
+            "torch.autograd.functional.jacobian after requires_grad_(False) of fused tables, which "
+            "every backward updates; in place of vmap look up in a loop, or once for a larger "
+            "batch. Lookups that need no gradient may be under torch.no_grad() in a "
             "transform of other tensors"
         )
 
@@ -111,7 +112,8 @@ def once_differentiable(backward: Backward) -> Backward:
             raise NotImplementedError(
                 "the backward of lookups takes one gradient at a time: call it in a loop in place "
                 "of is_grads_batched=True and vmap, or use torch.autograd.functional.jacobian "
-                "without vectorize=True"
+                "without vectorize=True, after requires_grad_(False) of fused tables, which every "
+                "backward updates"
             ) from error
         if not is_recorded:
             return results

@@ -71,6 +71,10 @@ class Cores(nn.ParameterList):
         is_plain = list(named_cores) == self._names
         return list(named_cores.values()) if is_plain else list(self)
 
+    def are_computed(self) -> bool:
+        """Return whether a parametrization or pruning computes a core."""
+        return any(name not in self._parameters for name in self._names)
+
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
@@ -441,7 +445,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Raise RuntimeError for cores that a wrapper has replaced or replicated."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_not_wrapped(cores)
-        elif not all(isinstance(core, nn.Parameter) for core in cores):
+        elif self.cores.are_computed():
             parameters.refuse_replacement("cores")
 
     def _apply_gradients(self) -> None:
@@ -632,6 +636,11 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         >>> bag(torch.tensor([[3, 14], [15, 92]])).shape
         torch.Size([2, 64])
     """
+
+    spec_kind = TableBatchedTTEmbeddingBags.spec_kind._replace(
+        advice="for several tables use TableBatchedTTEmbeddingBags, for dense ones "
+        "TableBatchedEmbeddingBags"
+    )
 
     def __init__(
         self,

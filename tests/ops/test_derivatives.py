@@ -215,6 +215,18 @@ def test_batched_gradients_raise(name: str, create_graph: bool) -> None:
     assert jacobian.shape == (*out.shape, 4)
 
 
+@pytest.mark.parametrize("make", [dense, train])
+def test_a_jacobian_of_frozen_tables_is_no_step(make: Any) -> None:
+    """As the error of `is_grads_batched=True` says."""
+    module = make().requires_grad_(False)
+    before = [tensor.clone() for tensor in module.state_dict().values()]
+    jacobian = torch.autograd.functional.jacobian(
+        lambda weights: module(IDS, OFFSETS, weights), torch.ones(4)
+    )
+    assert jacobian.any()
+    assert all(map(torch.equal, before, module.state_dict().values()))
+
+
 @pytest.mark.parametrize(
     "name", ["plain", "cached", "external", "train", "stored rows", "dynamic", "sharded collection"]
 )
