@@ -24,7 +24,7 @@ from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic.eviction import custom_score_for, step_for
 from emblib.dynamic.saving import checkpoint, fallback, table_dumps
-from emblib.dynamic.saving.dumps import Part, Report
+from emblib.dynamic.saving.dumps import DumpError, Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.saving.table_dumps import ChangeSet
@@ -497,6 +497,7 @@ class DynamicTable:
 
         Raises:
             ValueError: tables of one module share admission counters, scores or times.
+            DumpError: ranks have written to directories that they do not share; on all ranks.
         """
         identity = str(self.step())
 
@@ -512,7 +513,22 @@ class DynamicTable:
                 report=report,
             )
 
-        return min(self._map_numbered_shards("save", save_shard), default=0)
+        step = min(self._map_numbered_shards("save", save_shard), default=0)
+        if self.is_sharded:
+            self._run_on_all_ranks("save", lambda: self._check_parts(Path(directory)))
+        return step
+
+    def _check_parts(self, directory: Path) -> None:
+        """Raise DumpError if this rank has written a part and does not see those of others."""
+        num_parts = len(self.owners)
+        for number in range(num_parts) if self.shards else ():
+            path = directory / Part(number, num_parts).manifest
+            if not path.is_file():
+                raise DumpError(
+                    f"rank {self.owners[number]} has written {path.name}, which is not in "
+                    f"{directory.absolute()} of this rank: all ranks must save to the same "
+                    "directory, on a file system that they share"
+                )
 
     def load(self, directory: str | Path, report: Report | None = None) -> Loaded:
         """Load what `save` wrote with any number of shards; apply it if it is a dump of changes.

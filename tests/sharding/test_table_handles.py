@@ -205,6 +205,7 @@ def fail_alone(ranks: RankGroup, directory: Path) -> list[str]:
         lambda: model.tables["country"],
         lambda: model.tables["user"].contains(torch.tensor([1.0 if ranks.rank == 0 else 1])),
         lambda: model.tables["user"].set_key_scores(torch.tensor([1]), [2] * (2 - ranks.rank)),
+        lambda: model.tables["user"].save(directory / f"rank{ranks.rank}"),
     ):
         try:
             act()
@@ -346,7 +347,9 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "rank 0 failed with TypeError" in second[4]
     assert first[5].startswith("scores must be one number, or one per key = 1, got 2")
     assert "rank 0 failed with ValueError" in second[5]
-    assert len(first) == len(second) == 6
+    for errors in (first, second):
+        assert "all ranks must save to the same directory" in errors[6]
+    assert len(first) == len(second) == 7
 
 
 def rules_of_features(ranks: RankGroup) -> None:

@@ -69,6 +69,11 @@ class Part(NamedTuple):
         """Return the prefix of the part's file names."""
         return f"part_{self.rank:05d}_of_{self.world_size:05d}"
 
+    @property
+    def manifest(self) -> str:
+        """Return the name of the part's manifest."""
+        return f"{self.name}.json"
+
 
 class DumpProgress(NamedTuple):
     """The progress of saving or loading: `done` of `total` rows of `table`.
@@ -200,7 +205,7 @@ class Writer:
             "byteorder": sys.byteorder,
         }
         flush_directory(self.directory)
-        path = self.directory / f"{self.part.name}.json"
+        path = self.directory / self.part.manifest
         replace_json(path, {"content": manifest, "checksum": _checksum(manifest)})
         flush_directory(self.directory)
         self._delete_files(keep={path.name, *self._names})
@@ -218,8 +223,8 @@ class Writer:
         """Delete uncommitted arrays after an exception, and release the lock of the part."""
         try:
             if kind is not None:
-                manifest = _manifest_names(self.directory / f"{self.part.name}.json")
-                self._delete_files(keep={f"{self.part.name}.json", *manifest})
+                manifest = _manifest_names(self.directory / self.part.manifest)
+                self._delete_files(keep={self.part.manifest, *manifest})
         finally:
             os.close(self._lock)
 
@@ -305,9 +310,9 @@ class PartReader:
                 f"{_abbreviate(part)}"
             )
         self.part = Part(*part)
-        if path.name != f"{self.part.name}.json":
+        if path.name != self.part.manifest:
             raise DumpError(
-                f"{path} is malformed: its 'part' is {part}, which would be {self.part.name}.json"
+                f"{path} is malformed: its 'part' is {part}, which would be {self.part.manifest}"
             )
         if format_and_order != (_FORMAT, sys.byteorder):
             raise DumpError(
