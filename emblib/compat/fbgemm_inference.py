@@ -87,7 +87,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     Rows are zeros until `assign_embedding_weights`, or until the views of `split_embedding_weights`
     are written to. There are no gradients. On a CPU the bytes of a row are those of FBGEMM; on a
-    GPU FBGEMM pads rows to `row_alignment` bytes, and emblib to a multiple of 4.
+    GPU FBGEMM pads rows to `row_alignment` bytes, and emblib to a multiple of 4. As in FBGEMM,
+    `state_dict` does not have the rows, and nothing else here: save `split_embedding_weights()`,
+    and the maps of pruned ids, or the module itself, which `torch.save` and `copy.deepcopy` take.
 
     Args:
         embedding_specs: name, rows, dim, format (INT8, INT4, INT2, FP8, FP16, BF16 or FP32) and
