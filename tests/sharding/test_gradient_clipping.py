@@ -128,7 +128,7 @@ def test_one_norm_with_a_dense_part_in_parts(norm_type: float) -> None:
 
 
 class OtherRank:
-    """A second rank, with gradients of other norms, or with none."""
+    """A second rank with the same arguments, and gradients of other norms, or none."""
 
     def __init__(self, shards: float, replicas: float = 0.0) -> None:
         self.numbers = torch.tensor([shards, replicas, 0.0])
@@ -136,7 +136,7 @@ class OtherRank:
     def all_gather_floats(self, numbers: Tensor) -> Tensor:
         """Return the numbers of both ranks."""
         assert numbers.device.type == "cpu"
-        return torch.stack([numbers, self.numbers])
+        return torch.stack([numbers, torch.cat([self.numbers, numbers[3:]])])
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
@@ -177,6 +177,8 @@ def _no_part(ranks: RankGroup, wrap: str) -> list[float]:
             parameter.grad = torch.full_like(parameter, float("nan"))
     with pytest.raises(RuntimeError, match="all gradients together have a norm of nan"):
         clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match=r"max_norm must be the same on all ranks, got \[1\."):
+        clip_grad_norm_(model, 1.0 + ranks.rank)
     with pytest.raises(TypeError, match="error_if_nonfinite must be True or False"):
         clip_grad_norm_(model, BOUND, error_if_nonfinite="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="norm_type must be above 0"):

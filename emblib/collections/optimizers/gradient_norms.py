@@ -94,9 +94,9 @@ def clip_grad_norm_(
             recorded for the parameters.
 
     Raises:
-        ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; parameters are of
-            tables that backward updates, on any rank; or the parameters are over several groups of
-            ranks.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; one of them
+            differs between ranks; parameters are of tables that backward updates, on any rank; or
+            the parameters are over several groups of ranks.
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         TypeError: `error_if_nonfinite` is not a bool.
     """
@@ -122,7 +122,7 @@ def clip_grad_norm_(
     if ranks is None:
         total_norm = _total_norm(list(map(_values_of, parameters_with_grad)), norm_type)
     else:
-        total_norm = _norm_over_ranks(parameters_with_grad, norm_type, ranks, num_updated)
+        total_norm = _norm_over_ranks(parameters_with_grad, max_norm, norm_type, ranks, num_updated)
     if error_if_nonfinite and not total_norm.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total_norm)}, which cannot be clipped; "
@@ -221,12 +221,16 @@ def _is_dtensor(parameter: Tensor) -> bool:
 
 
 def _norm_over_ranks(
-    parameters: Sequence[Tensor], norm_type: float, ranks: GradientRanks, num_updated: int
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    ranks: GradientRanks,
+    num_updated: int,
 ) -> Tensor:
     """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this.
 
     All of them raise ValueError if `num_updated`, the number of this rank's parameters that
-    backward updates, is positive on any.
+    backward updates, is positive on any, or if ranks differ in `max_norm` or `norm_type`.
     """
     shard_grads: list[Tensor] = []
     replica_grads: list[Tensor] = []
@@ -244,9 +248,16 @@ def _norm_over_ranks(
         elif mark.share is GradientShare.SHARD:
             shard_grads.append(_values_of(parameter))
     local_norms = [_host_norm(shard_grads, norm_type), _host_norm(replica_grads, norm_type)]
-    num_updated_tensor = torch.tensor(float(num_updated), device="cpu")
-    norms_of_ranks = ranks.all_gather_floats(torch.stack([*local_norms, num_updated_tensor]))
-    _refuse_updated_in_backward(int(norms_of_ranks[:, 2].max()))
+    arguments = torch.tensor([float(num_updated), float(max_norm), norm_type], device="cpu")
+    norms_of_ranks = ranks.all_gather_floats(torch.cat([torch.stack(local_norms), arguments]))
+    updated_by_rank, *arguments_by_rank = norms_of_ranks[:, 2:].T.tolist()
+    _refuse_updated_in_backward(int(max(updated_by_rank)))
+    for name, values in zip(("max_norm", "norm_type"), arguments_by_rank, strict=True):
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{name} must be the same on all ranks, got {values} by rank: the copies of the "
+                "dense part would diverge"
+            )
     # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.
     norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
     if dtensor_grads:
