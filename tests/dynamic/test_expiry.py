@@ -437,21 +437,26 @@ def test_a_load_tells_of_keys_of_other_tables_that_expire(tmp_path: Path) -> Non
         module = DynamicEmbeddingBags([*specs, DynamicSpec(64, 2, name="c")], optim.SGD(0.1))
         for _ in range(num_steps):
             module(torch.tensor([1, 7, 8, 9]), torch.tensor([0, 1, 3, 4]))
-        return module.table_handles()
+        return module
 
-    later = make(30)
+    module = make(30)
+    later, state_dict = module.table_handles(), module.state_dict()
     later["a"].save(tmp_path / "a")
     later["b"].save(tmp_path / "b")
     told = r"\['a'\] raises the step count .* from 2 to 30, at which 2 keys of 'b' expire"
     with pytest.warns(UserWarning, match=told):
-        make(2)["a"].load(tmp_path / "a")
+        make(2).table_handles()["a"].load(tmp_path / "a")
     with pytest.warns(UserWarning, match=told):
-        make(2)["a"].set_entries(later["a"].entries())
+        make(2).table_handles()["a"].set_entries(later["a"].entries())
+    only_a = {key: value for key, value in state_dict.items() if key[:2] not in ("b.", "c.")}
+    with pytest.warns(UserWarning, match=told):
+        make(2).load_state_dict(only_a, strict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make(2)["b"].load(tmp_path / "b")
-        make(25)["a"].load(tmp_path / "a")  # keys of 25 steps live at 30
-        make(0)["a"].load(tmp_path / "a")
+        make(2).load_state_dict(state_dict)
+        make(2).table_handles()["b"].load(tmp_path / "b")
+        make(25).table_handles()["a"].load(tmp_path / "a")  # keys of 25 steps live at 30
+        make(0).table_handles()["a"].load(tmp_path / "a")
 
 
 def test_wrong_times_are_refused() -> None:

@@ -417,7 +417,7 @@ def replace_tables(
     fallback_rows: Mapping[str, Tensor],
     report: Report | None = None,
 ) -> dict[str, Loaded]:
-    """Replace tables, clock and hyperparameters; warn of entries that found no slot.
+    """Replace tables, clock and hyperparameters; warn of entries without slots, and of expiry.
 
     If all tables are replaced, the tick becomes the largest of `clock` and the stamps, and counters
     are reset. Otherwise the tick does not decrease either.
@@ -440,6 +440,9 @@ def replace_tables(
             check them first.
         Exception: the backing store or `report` raised it.
     """
+    newest_stamps = [new_entries.newest_stamp() for new_entries in entries.values()]
+    if entries:
+        warn_of_expiry(state, entries.keys(), max([clock, *newest_stamps]))
 
     def write() -> dict[str, Loaded]:
         nonlocal report
@@ -452,7 +455,6 @@ def replace_tables(
         }
         for t, name in enumerate(state.table_names):
             fallback.write_rows(state, t, fallback.rows_of_table(fallback_rows, name))
-        newest_stamps = [new_entries.newest_stamp() for new_entries in entries.values()]
         if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest_stamps]))
             reset_stats(state)
