@@ -27,6 +27,7 @@ from emblib.optim import (
     check_learning_rate,
 )
 from emblib.optim.base import scheduled_rate
+from emblib.specs.checks import check_bool
 
 
 class HasHyperparams(Protocol):
@@ -223,10 +224,11 @@ def group_entries_of(optimizer: Optimizer) -> dict[str, Any]:
 def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupChanges:
     """Convert some entries of a parameter group to changes of the optimizer of its tables.
 
-    `lr` is converted by `float`. Values of fields are not checked here; `with_changes` checks them.
+    Values of fields other than `lr` are not checked here; `with_changes` checks them.
 
     Raises:
-        TypeError, ValueError: `float` refuses `lr`.
+        TypeError: `decoupled_weight_decay` is not a bool.
+        ValueError: `lr` is not a finite number >= 0.
         ValueError: an entry would have an effect in `torch.optim`, but has none on these tables.
     """
     changes = GroupChanges({}, {})
@@ -236,7 +238,10 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
     }
     for name, value in values.items():
         if name in field_names and name not in _DECAY_ENTRIES:
-            changes.fields[name] = scheduled_rate(float(value)) if name == "lr" else value
+            if name == "lr":
+                check_learning_rate(scheduled_rate(value))
+                value = scheduled_rate(float(value))
+            changes.fields[name] = value
         elif name not in _DECAY_ENTRIES and not _is_without_effect(name, value):
             accepted_names = sorted(("lr", *group_entries_of(optimizer)))
             raise ValueError(
@@ -275,6 +280,7 @@ def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
     number is returned unchanged; `with_changes` checks it.
 
     Raises:
+        TypeError: `decoupled_weight_decay` is not a bool.
         ValueError: the optimizer supports no decay, and the rate is not 0.
     """
     current_decay = optimizer.weight_decay
@@ -284,6 +290,7 @@ def _convert_decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
     rate = decay or 0.0
     kind = type(current_decay) if current_decay is not None else next(iter(optimizer.decays), None)
     if values.get("decoupled_weight_decay") is not None and kind in (L2, Decoupled):
+        check_bool("decoupled_weight_decay", values["decoupled_weight_decay"])
         kind = Decoupled if values["decoupled_weight_decay"] else L2
     if not rate and (current_decay is None or kind not in optimizer.decays):
         return None

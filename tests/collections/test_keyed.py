@@ -227,6 +227,7 @@ def test_combined_refuses_states_of_other_parameters() -> None:
     [
         ({"policy": "poly", "value": -1.0}, "POLY needs value >= 0"),
         ({"value": float("nan")}, "value must be a finite number, got nan"),
+        ({"max_iters": "4"}, "max_iters must be a finite number, got '4'"),
         ({"lr_scale": float("inf")}, "lr_scale must be a finite number, got inf"),
         ({"policy": "cosine_annealing_warm_restarts", "sgdr_period": 0}, "sgdr_period must be"),
     ],
@@ -249,7 +250,9 @@ def test_tracking_the_norm_does_not_change_gradients() -> None:
         GradientClippingOptimizer(inner, GradientClipping.NORM, -1.0)  # would turn gradients round
     with pytest.raises(TypeError, match="track_grad_norm must be True or False"):
         GradientClippingOptimizer(inner, track_grad_norm="no")  # type: ignore[arg-type]
-    for norm_type in (-1.0, 0.0, float("nan")):
+    with pytest.raises(ValueError, match="max_gradient must be >= 0, got '1'"):
+        GradientClippingOptimizer(inner, max_gradient="1")  # type: ignore[arg-type]
+    for norm_type in (-1.0, 0.0, float("nan"), "2"):
         with pytest.raises(ValueError, match="norm_type must be above 0"):
             GradientClippingOptimizer(inner, norm_type=norm_type)
 

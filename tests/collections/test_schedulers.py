@@ -368,6 +368,23 @@ REFUSED: dict[str, tuple[optim.Optimizer, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("lr", "0.2", ValueError),
+        ("lr", True, ValueError),
+        ("lr", None, ValueError),
+        ("decoupled_weight_decay", "yes", TypeError),
+    ],
+)
+def test_texts_are_refused_as_numbers(name: str, value: Any, error: Any) -> None:
+    bags = _bags(optim.Adam(0.5))
+    hyper = bags.hyperparams.clone()
+    with pytest.raises(error, match=rf"must be .*, got {value!r}"):
+        FusedOptimizer.of(bags).param_groups[0].update({name: value})
+    assert torch.equal(bags.hyperparams, hyper)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_entries_that_tables_cannot_follow_raise(name: str) -> None:
     optimizer, value = REFUSED[name]

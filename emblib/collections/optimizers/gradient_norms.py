@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.grad_mode import without_gradients
+from emblib.optim.base import number_or_nan
 from emblib.specs import OptionEnum, check_bool
 from emblib.tables.parameters import is_updated_in_backward
 
@@ -102,11 +103,11 @@ def clip_grad_norm_(
     """
     check_bool("error_if_nonfinite", error_if_nonfinite)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not number_or_nan(max_norm) >= 0:
+        raise ValueError(f"max_norm must be >= 0, inf to compute the norm only; got {max_norm!r}")
+    if not number_or_nan(norm_type) > 0:
+        raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type!r}")
     norm_type = float(norm_type)
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be >= 0, inf to compute the norm only; got {max_norm}")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type}")
     ranks = ranks_of_parameters(parameters) if ranks is None else ranks
     num_updated = _num_updated_in_backward(parameters)
     if ranks is None:

@@ -24,6 +24,7 @@ from emblib.collections.optimizers.gradient_norms import (
 )
 from emblib.collections.optimizers.torch_states import with_names, without_params
 from emblib.grad_mode import without_gradients
+from emblib.optim.base import number_or_nan
 from emblib.specs import OptionEnum, check_bool
 from emblib.tables.parameters import is_updated_in_backward
 
@@ -419,10 +420,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
     ) -> None:
         check_bool("track_grad_norm", track_grad_norm)
         super().__init__(optimizer)
-        if not max_gradient >= 0.0:
-            raise ValueError(f"max_gradient must be >= 0, got {max_gradient}")
-        if not float(norm_type) > 0.0:
-            raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type}")
+        if not number_or_nan(max_gradient) >= 0.0:
+            raise ValueError(f"max_gradient must be >= 0, got {max_gradient!r}")
+        if not number_or_nan(norm_type) > 0.0:
+            raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type!r}")
         self.clipping, self.max_gradient = GradientClipping(clipping), max_gradient
         self.norm_type, self.track_grad_norm = float(norm_type), track_grad_norm
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from emblib.collections.optimizers.keyed import KeyedOptimizer, OptimizerWrapper
-from emblib.optim.base import number_or_nan
+from emblib.optim.base import check_learning_rate, number_or_nan
 from emblib.specs import OptionEnum
 
 _WARMUP_KEY = "__warmup"  # key in `state`, which is not the name of a parameter
@@ -61,9 +61,9 @@ class WarmupStage:
         start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
 
     Raises:
-        ValueError: `policy` is unknown; a factor is not a finite number; `value` of POLY is
-            negative; `sgdr_period` is below 1; or INTERPOLATE lacks one of its two fields, or
-            starts at `max_iters` or later.
+        ValueError: `policy` is unknown; `max_iters` or a factor is not a number, or not finite;
+            `value` of POLY is negative; `sgdr_period` is below 1; or INTERPOLATE lacks one of its
+            two fields, or starts at `max_iters` or later.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -77,8 +77,8 @@ class WarmupStage:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", WarmupPolicy(self.policy))
-        factors = {"value": self.value, "lr_scale": self.lr_scale, "end_value": self.end_value}
-        for name, factor in factors.items():
+        for name in ("max_iters", "value", "lr_scale", "end_value"):
+            factor = getattr(self, name)
             if factor is not None and not math.isfinite(number_or_nan(factor)):
                 raise ValueError(f"{name} must be a finite number, got {factor!r}")
         if self.decay_iters <= 0:
@@ -151,6 +151,8 @@ class WarmupOptimizer(OptimizerWrapper):
         lr_param: str = "lr",
     ) -> None:
         super().__init__(optimizer)
+        if lr is not None:
+            check_learning_rate(lr)
         stages = list(stages)  # an iterator is read once
         last_steps = [stage.max_iters for stage in stages]
         if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
