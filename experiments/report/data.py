@@ -78,8 +78,9 @@ class Run:
         """Read the files that store.RunStore wrote.
 
         Raises:
-            UsageError: a file is damaged, a record lacks an entry that the tables need, or this
-                harness does not have a kind of the run.
+            UsageError: a file is damaged, a record lacks an entry that the tables need, has a
+                sample that is no time or is there twice, or this harness does not have a kind of
+                the run.
             OSError: config.yaml cannot be read.
         """
         try:
@@ -111,6 +112,8 @@ class Run:
                 frames |= find(kind).frames(records, config.report)
         except KeyError as error:
             raise UsageError(f"{path}: points.jsonl has a record without {error}") from error
+        except ValueError as error:
+            raise UsageError(f"{path}: points.jsonl: {error}") from error
         return cls(path, config, environment, info, records, frames)
 
     def frame(self, name: str) -> pd.DataFrame:

@@ -159,10 +159,15 @@ def phase_rows(
         phases_of: function of a group that returns its phases.
         pooled_base: function of the baseline's group and a phase that returns the baseline of the
             ratios in the pooled spreads. `row_of` still gets the baseline's group itself.
+
+    Raises:
+        ValueError: a measured process is recorded twice, or a sample is no positive time.
     """
     groups = group_records(
         records, kind, lambda record: (record["cell"], record["arm"], mode_of(record))
     )
+    for group in groups.values():
+        _check_samples(group)
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
     rows_to_make = []
     for (cell, _, mode), group in groups.items():
@@ -177,6 +182,19 @@ def phase_rows(
             for group, mode, phase, base in rows_to_make
         ]
     )
+
+
+def _check_samples(group: Group) -> None:
+    """Raise ValueError for records of a group from which wrong times or intervals would follow."""
+    name = f"{group[0]['cell']}, {group[0]['arm']}"
+    replicates = [replicate_of(record) for record in group if record["status"] == "ok"]
+    if len(set(replicates)) < len(replicates):
+        raise ValueError(f"{name}: a process is recorded twice, and would count as two")
+    for record in group:
+        for phase, samples in record["samples"].items():
+            for _, sample_s in samples:
+                if not (isinstance(sample_s, int | float) and 0 < sample_s < math.inf):
+                    raise ValueError(f"{name}, {phase}: {sample_s!r} is no time in seconds")
 
 
 def sampled_phases(group: Group, default: str) -> Sequence[str]:

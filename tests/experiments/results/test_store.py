@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +14,9 @@ import pytest
 
 import experiments
 from experiments import cli
+from experiments.config.schema import UsageError
 from experiments.measure.process import Child
+from experiments.report.data import Run
 from experiments.results.store import (
     POINTS,
     SCHEMA_VERSION,
@@ -96,6 +100,27 @@ def test_a_record_without_an_entry_is_reported_in_one_line(
     points.write_text("".join(json.dumps(record) + "\n" for record in (first, *others)))
     assert cli.main(["report", str(run)]) == 2
     assert f"points.jsonl has a record without {missing}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sample", "copies", "message"),
+    [
+        (math.nan, 1, "step: nan is no time in seconds"),
+        (0.0, 1, "step: 0.0 is no time in seconds"),
+        ("5 ms", 1, "step: '5 ms' is no time in seconds"),
+        (1e-3, 2, "a process is recorded twice, and would count as two"),
+    ],
+)
+def test_a_record_that_would_give_wrong_numbers_is_reported_in_one_line(
+    tmp_path: Path, sample: object, copies: int, message: str
+) -> None:
+    run = make_run(tmp_path / "run", Recipe(replicates=1))
+    first, *others = map(json.loads, (run / "points.jsonl").read_text().splitlines())
+    first["samples"]["step"][0][1] = sample
+    lines = [json.dumps(record) + "\n" for record in (*[first] * copies, *others)]
+    (run / "points.jsonl").write_text("".join(lines))
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Run.read(run)
 
 
 @pytest.mark.parametrize(
