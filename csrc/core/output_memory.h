@@ -139,10 +139,13 @@ constexpr int64_t scalar_type_bytes(torch::headeronly::ScalarType type) {
 inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              const std::vector<int64_t>& sizes,
                                              torch::headeronly::ScalarType type) {
-  int64_t numel = 1;
-  for (const int64_t size : sizes) numel *= size;
-  const int64_t needed_bytes = numel * scalar_type_bytes(type);
-  if (needed_bytes < kMinOutputBlockBytes) return allocate(like, sizes, type);
+  int64_t needed_bytes = scalar_type_bytes(type);
+  bool overflows = false;
+  for (const int64_t size : sizes) {
+    overflows |= __builtin_mul_overflow(needed_bytes, size, &needed_bytes);
+  }
+  // torch throws for sizes that overflow; torch_from_blob would end the process instead.
+  if (overflows || needed_bytes < kMinOutputBlockBytes) return allocate(like, sizes, type);
   // The strides are allocated before the block, since an error would leak the block.
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];

@@ -19,6 +19,8 @@ from emblib import (
     TableSpec,
     TTSpec,
 )
+from emblib.ops import tbe
+from emblib.ops.codes import POOLING
 from emblib.optim import SGD, RowwiseAdagrad
 from emblib.specs import Pooling
 
@@ -146,6 +148,15 @@ def test_outputs_of_a_batch_of_another_size() -> None:
                 bags = indices.reshape(TABLES, size, LENGTH)[t]
                 expected = torch.nn.functional.embedding_bag(bags, table, mode="sum")
                 torch.testing.assert_close(out[:, t * DIM : (t + 1) * DIM], expected)
+
+
+def test_an_output_whose_size_overflows_raises() -> None:
+    """Modulo 2^64 the output would have a megabyte."""
+    features, offsets = torch.tensor([[0, 0, ROWS, DIM, 0, 0, 0, 0]]), torch.arange(5)
+    groups = tbe.group(features, torch.zeros(4, dtype=torch.int64), offsets, ROWS)
+    batch_of_grad = (torch.ones(4, DIM), features, *groups, offsets, None, None)
+    with pytest.raises(RuntimeError, match="tbe_row_grads: can't allocate memory for a tensor"):
+        tbe.tbe_row_grads(*batch_of_grad, POOLING["sum"], 2**62 + 2**16)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
