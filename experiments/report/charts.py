@@ -219,7 +219,7 @@ def curves(
         name_position: position of the names: a location of a legend, "outside" (a legend right of
             the panel), "below" (a legend below it), "ends" (at the right end of each curve),
             "points" (next to each point; every curve needs a name per point) or "" (nowhere).
-        columns: number of columns of the legend.
+        columns: number of columns of the legend; fewer if they are wider than the panel.
         marks: lines across the panel. On a logarithmic vertical scale, a horizontal line far from
             all points is left out, unless it has an annotation or a label.
     """
@@ -293,7 +293,12 @@ def _draw_legend(axes: Axes, position: str, columns: int) -> None:
             "bbox_to_anchor": (0.5, 0.0),
             "bbox_transform": below_panel,
         }
-    axes.legend(fontsize=8, ncols=columns, **options)
+    grid = axes.get_gridspec()
+    width = canvas.bbox.width / (grid.ncols if grid else 1)
+    while axes.legend(fontsize=8, ncols=columns, **options).get_window_extent().width > width:
+        if columns == 1:
+            break
+        columns -= 1
     engine = canvas.get_layout_engine()
     if position == "below" and engine is not None:
         # The legend makes the panel lower, and names at its edge are placed by its final height.

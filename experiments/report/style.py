@@ -60,6 +60,7 @@ STATUS_COLOURS = {
 # Styles of contenders without their own. Contenders of one figure must have different styles.
 ALIASES = {
     "dynamic": "other_1",
+    "dynamic_new_20": "other_2",
     "scored": "tbe",
     "scored_growing": "tt",
     "scored_lru": "cached_lru",

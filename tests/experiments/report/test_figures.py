@@ -461,6 +461,21 @@ def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
     assert legend.y1 < label.y0  # below the panel, so that no part of the scale is left for it
 
 
+def test_a_legend_of_long_names_leaves_room_for_its_panel() -> None:
+    names = [f"dynamic with {share} % new keys" for share in (1, 5, 20)]
+    scale = charts.Scale("", log=10, low=1.0, high=100.0)
+    curves = [charts.Curve([1, 2], [10, 20], label=name) for name in names]
+    canvas, grid = plt.subplots(1, 2, figsize=(8.4, 4.0), layout="constrained")
+    for axes in grid:
+        charts.curves(curves, scale, scale, name_position="below", columns=3)(axes)
+    canvas.draw_without_rendering()
+    legend_boxes = [axes.get_legend().get_window_extent() for axes in grid]
+    shares = [axes.bbox.width / canvas.bbox.width for axes in grid]
+    plt.close()
+    assert not legend_boxes[0].overlaps(legend_boxes[1])
+    assert all(share > 0.35 for share in shares), shares
+
+
 def test_the_scale_of_a_roofline_is_that_of_its_points(plain: Run) -> None:
     """No decade is left empty for a legend, and contenders of one size are next to each other."""
     (figure,) = figures.roofline_figures(plain.in_mode("hot"))
