@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -28,18 +29,21 @@ VARIABLES = (
 )
 
 
-def environment_content(device: torch.device, words: list[str]) -> dict[str, Any]:
+def environment_content(
+    device: torch.device, words: Sequence[str], *, program: str = "run.py"
+) -> dict[str, Any]:
     """Return the content of environment.json: machine and software, without host name and user.
 
-    `words` are the words of the command line. They and the values of environment variables that
-    match VARIABLES are copied as they are, with the paths in them. A fact that the system does not
-    state is None.
+    `words` are the words of the command line of `program`, "run.py" or a module. They and the
+    values of environment variables that match VARIABLES are copied as they are, with the paths in
+    them. A fact that the system does not state is None.
     """
+    started = [program] if program.endswith(".py") else ["-m", program]
     cpu = Cpu()
     flags = cpu.instructions()
     return {
         "time_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "run.py", *words]),
+        "command": shlex.join(["python", *started, *words]),
         "device": device_name(device),
         "cpu": {
             "model": _cpu_model(),

@@ -299,7 +299,9 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.processor() or platform.machine(),
             "load": os.getloadavg(),
-            "environment": environment.environment_content(torch.device("cpu"), sys.argv[1:]),
+            "environment": environment.environment_content(
+                torch.device("cpu"), sys.argv[1:], program="tests.bench.cpu_matrix"
+            ),
         }
         (arguments.out / "cpu_matrix.json").write_text(as_json(info, rows))
         (arguments.out / "cpu_matrix.md").write_text(table_of(rows))

@@ -385,7 +385,9 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.processor() or platform.machine(),
             "load": os.getloadavg(),
-            "environment": environment.environment_content(torch.device("cpu"), sys.argv[1:]),
+            "environment": environment.environment_content(
+                torch.device("cpu"), sys.argv[1:], program="tests.bench.cpu_peers"
+            ),
             "rounds": arguments.rounds,
             "rows": rows,
         }

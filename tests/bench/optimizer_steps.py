@@ -20,7 +20,6 @@ import math
 import os
 import platform
 import random
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -222,11 +221,12 @@ def write(rows: list[Row], folder: Path) -> None:
         table.writeheader()
         table.writerows(rows)
     info = {
-        "command": shlex.join(["python", "-m", "tests.bench.optimizer_steps", *sys.argv[1:]]),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "load": os.getloadavg(),
-        "environment": environment.environment_content(torch.device("cpu"), sys.argv[1:]),
+        "environment": environment.environment_content(
+            torch.device("cpu"), sys.argv[1:], program="tests.bench.optimizer_steps"
+        ),
         "rows": rows,
     }
     (folder / "optimizer_steps.json").write_text(json.dumps(info) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -51,8 +50,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.device)
-        self.environment = environment.environment_content(self.device, ())
-        self.environment["command"] = shlex.join(["python", "-m", "tests.bench.gpu", *sys.argv[1:]])
+        self.environment = environment.environment_content(
+            self.device, sys.argv[1:], program="tests.bench.gpu"
+        )
 
     def left(self) -> float:
         """Return the remaining seconds of the part."""

@@ -52,6 +52,8 @@ def test_the_environment_is_complete_and_names_nobody() -> None:
     found = environment.environment_content(CPU, ["+experiment=x", "exclude=[rank > D]"])
     written = json.dumps(found)
     assert found["command"] == "python run.py +experiment=x 'exclude=[rank > D]'"
+    of_module = environment.environment_content(CPU, ["--out", "a b"], program="tests.bench.x")
+    assert of_module["command"] == "python -m tests.bench.x --out 'a b'"
     for key in ("device", "cpu", "torch", "python", "threads", "git", "load_average", "huge_pages"):
         assert key in found
     assert found["threads"] == torch.get_num_threads()
