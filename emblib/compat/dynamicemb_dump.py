@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from emblib.compat.checks import check_flags, check_names
 from emblib.compat.dynamicemb_functions import DynamicEmbTables, SavedNumbers, raise_on_all_ranks
 from emblib.compat.dynamicemb_sharders import dynamic_tables_in
 from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
-from emblib.compat.fbgemm_types import check_flags, check_names
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.dynamicemb import read_dynamicemb, set_dynamicemb, stage_dynamicemb

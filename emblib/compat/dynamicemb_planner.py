@@ -19,6 +19,7 @@ from torch import nn
 
 from emblib import optim
 from emblib.compat import dynamicemb_arguments
+from emblib.compat.checks import check_flags, check_names, check_positive
 from emblib.compat.dynamicemb_sharders import DynamicEmbParameterSharding, dynamic_config
 from emblib.compat.dynamicemb_tables import bytes_per_row
 from emblib.compat.dynamicemb_types import (
@@ -28,13 +29,7 @@ from emblib.compat.dynamicemb_types import (
     DynamicEmbInitializerMode,
     DynamicEmbTableOptions,
 )
-from emblib.compat.fbgemm_types import (
-    EmbOptimType,
-    as_member,
-    check_flags,
-    check_names,
-    check_positive,
-)
+from emblib.compat.fbgemm_types import EmbOptimType, as_member
 from emblib.compat.torchrec_planner import (
     EmbeddingEnumerator,
     EmbeddingShardingPlanner,

@@ -23,6 +23,7 @@ from emblib import (
     optim,
 )
 from emblib.compat import dynamicemb_arguments
+from emblib.compat.checks import check_flags, check_names
 from emblib.compat.dynamicemb_functions import DynamicEmbTables, is_compound
 from emblib.compat.dynamicemb_types import (
     DynamicEmbPoolingMode,
@@ -35,8 +36,6 @@ from emblib.compat.fbgemm_types import (
     CowClipDefinition,
     EmbOptimType,
     WeightDecayMode,
-    check_flags,
-    check_names,
 )
 
 _FLAGS = (

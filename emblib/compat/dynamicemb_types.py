@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 
 BATCH_SIZE_PER_DUMP = 65536
 """Maximum number of rows that are handled at a time."""

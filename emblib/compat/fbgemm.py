@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.compat import fbgemm_arguments, fbgemm_modules
+from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_gradients import keep_first_lookups, mask_gradients
 from emblib.compat.fbgemm_int8 import Int8Tables
 from emblib.compat.fbgemm_operators import bucketize, jagged
@@ -68,7 +69,6 @@ from emblib.compat.fbgemm_types import (
     VBEMetadata,
     WeightDecayMode,
     as_member,
-    check_flags,
 )
 
 __all__ = [

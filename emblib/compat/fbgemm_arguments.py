@@ -22,6 +22,7 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.compat.checks import check_flags, check_names
 from emblib.compat.fbgemm_types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -40,8 +41,6 @@ from emblib.compat.fbgemm_types import (
     UserEnabledConfigDefinition,
     WeightDecayMode,
     as_member,
-    check_flags,
-    check_names,
 )
 
 _ENUM_OF_ARGUMENT = {

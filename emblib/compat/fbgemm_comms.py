@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_operators import messages, pooled, rowwise
 from emblib.compat.fbgemm_operators.messages import RoundingMode
-from emblib.compat.fbgemm_types import SparseType, as_member, check_flags
+from emblib.compat.fbgemm_types import SparseType, as_member
 
 # Bytes of a row after its values: scale and minimum of INT8, scale and 0 of FP8.
 _ROW_SCALE_BYTES = 8

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import BoundsCheck, Pooling, QuantizedEmbeddingBags, RowFormat, TableSpec
+from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_comms import rounded_row_size_in_bytes
 from emblib.compat.fbgemm_int8 import refuse_weights_without_pooling
@@ -30,7 +31,6 @@ from emblib.compat.fbgemm_types import (
     RecordCacheMetrics,
     SparseType,
     as_member,
-    check_flags,
 )
 from emblib.inference import InferenceEmbeddingBags, RowIndex
 from emblib.ops import codes, quant, tbe

@@ -25,9 +25,9 @@ from emblib.compat import (
     fbgemm_tables,
     fbgemm_types,
 )
+from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_operators import dense_jagged
 from emblib.compat.fbgemm_operators.pruning import PrunedMap
-from emblib.compat.fbgemm_types import check_flags
 from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 

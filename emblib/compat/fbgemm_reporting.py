@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from emblib import TableBatchedEmbeddingBags
+from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_types import (
     MultiPassPrefetchConfig,
     RecordCacheMetrics,
     UVMCacheStatsIndex,
-    check_flags,
 )
 
 _logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import RowEviction, TTCache, TTSpec, optim
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 from emblib.compat.fbtt_tables import StackedCachedTTBags, StackedTTBags, StateDictReader
 from emblib.reference import tt as reference
 

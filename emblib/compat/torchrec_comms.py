@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from emblib.compat import fbgemm_comms
-from emblib.compat.fbgemm_types import SparseType, check_flags
+from emblib.compat.checks import check_flags
+from emblib.compat.fbgemm_types import SparseType
 from emblib.compat.torchrec_types import Interface, Subscripted
 from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
 from emblib.sharding.awaitables import Awaitable

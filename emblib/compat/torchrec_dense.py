@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.compat import torchrec_comms as comms
-from emblib.compat.fbgemm_types import check_positive
+from emblib.compat.checks import check_positive
 from emblib.compat.torchrec_comms import QuantizedCommCodecs
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.sharding import RankGroup

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import Eviction
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharders import (
     EmbeddingBagCollection,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections import optimizers
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 from emblib.compat.torchrec_types import Interface
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
-from emblib.compat.fbgemm_types import check_names
+from emblib.compat.checks import check_names
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharding import (
     STORAGES,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from emblib import collections as emblib_collections
 from emblib import sharding
 from emblib.compat import torchrec_script
-from emblib.compat.fbgemm_types import check_flags, check_names
+from emblib.compat.checks import check_flags, check_names
 from emblib.compat.torchrec_dist_data import rank_device
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,

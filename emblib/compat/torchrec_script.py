@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from emblib import Pooling, jagged
 from emblib import collections as emblib_collections
+from emblib.compat.checks import check_names
 from emblib.compat.fbgemm_inference import ScriptableLookup
-from emblib.compat.fbgemm_types import check_names
 from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.jagged.keyed_tensor import regroup, regroup_by_name

@@ -16,7 +16,7 @@ from emblib.collections.optimizers import (
     from_torch,
 )
 from emblib.compat import torchrec_script
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
     KERNELS,

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from emblib.compat.fbgemm_types import check_flags
+from emblib.compat.checks import check_flags
 from emblib.compat.raising import raising_class
 from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES, RUN_TORCHREC_ITSELF

@@ -15,7 +15,8 @@ from torch import Tensor
 from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
-from emblib.compat.fbgemm_types import BoundsCheckMode, as_member, check_flags
+from emblib.compat.checks import check_flags
+from emblib.compat.fbgemm_types import BoundsCheckMode, as_member
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized

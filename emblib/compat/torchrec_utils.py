@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections import PositionWeightedProcessor
-from emblib.compat.fbgemm_types import EmbeddingLocation, check_names, check_positive
+from emblib.compat.checks import check_names, check_positive
+from emblib.compat.fbgemm_types import EmbeddingLocation
 from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.sharding.dense import materialise

@@ -31,19 +31,19 @@ from emblib.jagged.jagged_tensor import (
 from emblib.jagged.keyed_layout import (
     InverseIndices,
     Strides,
+    as_inverse_indices,
     bags_per_key,
     block_offsets,
     cached_strides,
     check_inverse,
-    checked_inverse,
     checked_lengths,
     concat_arguments,
     consecutive_blocks,
     dict_arguments,
     first_position_of_keys,
+    implied_stride,
     is_consecutive,
     keys_and_shape,
-    largest_stride,
     list_of_keys,
     num_padding_of,
     refuse_stride,
@@ -169,7 +169,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
-        self._inverse = None if inverse_indices is None else checked_inverse(inverse_indices)
+        self._inverse = None if inverse_indices is None else as_inverse_indices(inverse_indices)
         self._stride_per_key_per_rank: list[list[int]] | None = None
         self._stride_per_key: list[int] | None = None
         self._index_per_key: dict[str, int] | None = None
@@ -193,9 +193,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def _set_strides(self, strides: list[list[int]], num_bags: int, stride: int | None) -> None:
         """Set strides that may differ by feature; a `stride` of None is computed, see the class."""
         self._stride_per_key_per_rank = strides
-        self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
-        largest = largest_stride(self._stride_per_key, self._inverse)
-        self._stride = largest if stride is None else stride
+        num_bags_of_keys = self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
+        self._stride = implied_stride(num_bags_of_keys, self._inverse) if stride is None else stride
 
     @classmethod
     def from_valid(

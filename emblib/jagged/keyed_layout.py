@@ -148,7 +148,7 @@ def refuse_stride(stride: int, num_keys: int, num_bags: int) -> NoReturn:
     )
 
 
-def checked_inverse(inverse: Any) -> InverseIndices:
+def as_inverse_indices(inverse: Any) -> InverseIndices:
     """Return `inverse`; raise TypeError unless it is a pair of keys and a tensor."""
     is_pair = isinstance(inverse, tuple | list) and len(inverse) == 2
     if not is_pair or not isinstance(inverse[1], Tensor):
@@ -164,8 +164,8 @@ def keys_and_shape(inverse: InverseIndices | None) -> Any:
     return inverse and (list(inverse[0]), inverse[1].shape)
 
 
-def largest_stride(num_bags_of_keys: Sequence[int], inverse: InverseIndices | None) -> int:
-    """Return the batch size of variable strides: that of the inverse indices, if there are any."""
+def implied_stride(num_bags_of_keys: Sequence[int], inverse: InverseIndices | None) -> int:
+    """Return the batch size that inverse indices `[F, B]` have; without them the most bags."""
     return max(num_bags_of_keys, default=0) if inverse is None else inverse[1].size(-1)
 
 

@@ -79,8 +79,8 @@ class Run:
 
         Raises:
             UsageError: a file is damaged, a record lacks an entry that the tables need, has a
-                sample that is no time or is there twice, or this harness does not have a kind of
-                the run.
+                sample that is not a time, or is there twice, or this harness does not have a kind
+                of the run.
             OSError: config.yaml cannot be read.
         """
         try:

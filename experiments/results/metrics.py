@@ -161,7 +161,7 @@ def phase_rows(
             ratios in the pooled spreads. `row_of` still gets the baseline's group itself.
 
     Raises:
-        ValueError: a measured process is recorded twice, or a sample is no positive time.
+        ValueError: a measured process is recorded twice, or a sample is not a positive time.
     """
     groups = group_records(
         records, kind, lambda record: (record["cell"], record["arm"], mode_of(record))
@@ -194,7 +194,7 @@ def _check_samples(group: Group) -> None:
         for phase, samples in record["samples"].items():
             for _, sample_s in samples:
                 if not (isinstance(sample_s, int | float) and 0 < sample_s < math.inf):
-                    raise ValueError(f"{name}, {phase}: {sample_s!r} is no time in seconds")
+                    raise ValueError(f"{name}, {phase}: {sample_s!r} is not a time in seconds")
 
 
 def sampled_phases(group: Group, default: str) -> Sequence[str]:

@@ -197,6 +197,8 @@ def _clipped(ranks: RankGroup, size: int, wrap: str) -> list[float]:
         model.fused_optimizer.zero_grad()
         model.sync()
         assert_equal_replicas(model)
+    with pytest.raises(ValueError, match=r"max_norm must be the same on all ranks, got 1\.0 to"):
+        clip_grad_norm_(model, 1.0 + model.replicas.rank)
     return norms
 
 

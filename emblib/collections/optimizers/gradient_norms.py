@@ -40,7 +40,8 @@ class GradientRanks(Protocol):
     def all_gather_floats(self, numbers: Tensor) -> Tensor:
         """Gather float32 numbers `[n]` of every rank; return `[W, n]`, on any device.
 
-        All ranks call this, with equal n.
+        Of ranks that have replicas, the largest numbers of all replicas. All ranks call this, with
+        equal n.
         """
         ...
 
@@ -249,14 +250,18 @@ def _norm_over_ranks(
         elif mark.share is GradientShare.SHARD:
             shard_grads.append(_values_of(parameter))
     local_norms = [_host_norm(shard_grads, norm_type), _host_norm(replica_grads, norm_type)]
-    arguments = torch.tensor([float(num_updated), float(max_norm), norm_type], device="cpu")
+    # The negatives too, since replicas of ranks give only the largest of their numbers.
+    arguments = torch.tensor(
+        [float(num_updated), float(max_norm), norm_type, -float(max_norm), -norm_type], device="cpu"
+    )
     norms_of_ranks = ranks.all_gather_floats(torch.cat([torch.stack(local_norms), arguments]))
-    updated_by_rank, *arguments_by_rank = norms_of_ranks[:, 2:].T.tolist()
-    _refuse_updated_in_backward(int(max(updated_by_rank)))
-    for name, values in zip(("max_norm", "norm_type"), arguments_by_rank, strict=True):
-        if len(set(values)) > 1:
+    max_updated, *largest, negative_norm, negative_type = norms_of_ranks[:, 2:].amax(0).tolist()
+    _refuse_updated_in_backward(int(max_updated))
+    smallest = (-negative_norm, -negative_type)
+    for name, low, high in zip(("max_norm", "norm_type"), smallest, largest, strict=True):
+        if low != high:
             raise ValueError(
-                f"{name} must be the same on all ranks, got {values} by rank: the copies of the "
+                f"{name} must be the same on all ranks, got {low} to {high}: the copies of the "
                 "dense part would diverge"
             )
     # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.

@@ -16,7 +16,7 @@ import io
 import pickle
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,8 +122,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
         used_names = {info.relative_path for info in metadata.storage_data.values()}
         sums_by_file = {name: sums for name, sums in sums_by_file.items() if name in used_names}
         directory = Path(self.path)
-        self._check_files(directory, sums_by_file)
         flush_directory(directory)
+        _check_files(directory, sums_by_file)
         with replacing(directory / METADATA) as file:
             file.write(checksums.add_footer(pickle.dumps(metadata), sums_by_file))
             self._may_be_committed = True
@@ -131,17 +131,6 @@ class CheckpointWriter(dcp.FileSystemWriter):
         for path in directory.glob(_DATA_FILES):
             if path.name not in sums_by_file:
                 path.unlink(missing_ok=True)
-
-    @staticmethod
-    def _check_files(directory: Path, sums_by_file: dict[str, FileSums]) -> None:
-        """Raise CheckpointError unless the coordinator has the files of all ranks."""
-        for name in sums_by_file:
-            if not (directory / name).is_file():
-                raise CheckpointError(
-                    f"a rank has written {name}, which is not in {directory.absolute()} of the "
-                    "first rank: all ranks must save to the same directory, on a file system that "
-                    "they share"
-                )
 
     def discard(self) -> None:
         """Delete the files of a save that failed, as far as possible, unless it may be committed.
@@ -153,6 +142,17 @@ class CheckpointWriter(dcp.FileSystemWriter):
         for path in Path(self.path).glob(f"{self._token}{_DATA_FILES}"):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _check_files(directory: Path, names: Collection[str]) -> None:
+    """Raise CheckpointError unless the directory, as this rank sees it, has files of all names."""
+    # A listing, because NFS may remember for a while that a file of this name was absent.
+    if missing_names := set(names).difference(path.name for path in directory.iterdir()):
+        raise CheckpointError(
+            f"a rank has written {min(missing_names)}, which is not in {directory.absolute()} of "
+            "the first rank: all ranks must save to the same directory, on a file system that they "
+            "share"
+        )
 
 
 class _CheckedFiles(FileSystem):

@@ -105,9 +105,9 @@ def test_a_record_without_an_entry_is_reported_in_one_line(
 @pytest.mark.parametrize(
     ("sample", "copies", "message"),
     [
-        (math.nan, 1, "step: nan is no time in seconds"),
-        (0.0, 1, "step: 0.0 is no time in seconds"),
-        ("5 ms", 1, "step: '5 ms' is no time in seconds"),
+        (math.nan, 1, "step: nan is not a time in seconds"),
+        (0.0, 1, "step: 0.0 is not a time in seconds"),
+        ("5 ms", 1, "step: '5 ms' is not a time in seconds"),
         (1e-3, 2, "a process is recorded twice, and would count as two"),
     ],
 )
