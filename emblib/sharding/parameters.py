@@ -185,7 +185,8 @@ def clip_grad_norm_(
         ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; one of them
             differs between ranks (on all ranks); backward updates some of the tables (on all ranks
             if one has such tables); or the parameters belong to several groups of ranks.
-        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set; or an argument is
+            wrong on another rank.
         TypeError: `error_if_nonfinite` is not a bool.
 
     Example:

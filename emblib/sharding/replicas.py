@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,14 +97,19 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 f"(4, 8), mesh_dim_names=('replicas', 'shards')), got {mesh!r}"
             )
         all_ranks = RankGroup(mesh)
-        shard_ranks = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
+        shard_ranks = fingerprint.agree(
+            all_ranks,
+            lambda: RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device),
+            lambda _: {"": {"plan": None if plan is None else "given", "local_size": local_size}},
+        )
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
         shard_ranks.replicas = replicas  # for `clip_grad_norm_`
         if plan is None:  # all replicas use the plan of the first: their memory may differ
             plan = invoke_on_rank_and_broadcast_result(
                 replicas, 0, make_plan, module, planner, shard_ranks, optimizer
             )
-        super().__init__(
+        make_replica = partial(
+            super().__init__,
             module,
             shard_ranks,
             plan=plan,
@@ -112,12 +118,13 @@ class ReplicatedModelParallel(DistributedModelParallel):
             comm_precision=comm_precision,
             gradients=gradients,
         )
+        # The ranks of one group fail together, and the other groups must not wait for them.
+        fingerprint.agree(all_ranks, make_replica)
         self.all_ranks, self.replicas = all_ranks, replicas
         fingerprint.agree(all_ranks, self._check_can_average, self._describe_shards)
         broadcast_state(self.module, all_ranks, names_of_tables(self.module))
         self._copy_tables_from_first()
-        if wrap is not None and wrap != "none":
-            self.wrap_dense(wrap)
+        self.wrap_dense(wrap)
 
     @property
     def dense_ranks(self) -> RankGroup:
@@ -137,18 +144,23 @@ class ReplicatedModelParallel(DistributedModelParallel):
         Raises:
             RuntimeError: learning rates or other hyperparameters of a table differ between ranks,
                 on every rank; not compared on a GPU.
-            TypeError: `optimizer_states` is not a bool.
+            ValueError: `optimizer_states` differs between ranks, on every rank; not compared on a
+                GPU.
+            TypeError: `optimizer_states` is not a bool, on every rank unless on a GPU.
         """
-        check_bool("optimizer_states", optimizer_states)
         if self.replicas.size == 1:
+            check_bool("optimizer_states", optimizer_states)
             return
-        if self.all_ranks.device.type == "cpu":
+        if self.all_ranks.device.type != "cpu":
+            check_bool("optimizer_states", optimizer_states)
+        else:
             check_replicas(
                 {
                     path: module.hyperparams
                     for path, module in self.module.named_modules()
                     if isinstance(module, ShardedTables)
                 },
+                optimizer_states,
                 self.all_ranks,
             )
 

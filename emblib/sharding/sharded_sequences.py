@@ -61,7 +61,6 @@ from emblib.sharding.sharded_tables import (
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import SharedShards
-from emblib.specs import check_bool
 from emblib.tables.graph_break import run_uncompiled
 
 # A pair: the vectors that this rank has looked up for all ranks, in the order of the received ids;
@@ -455,7 +454,6 @@ class ShardedEmbeddingCollection(StateOfTables):
         shared: SharedShards | None = None,
         dedup: bool = False,
     ) -> None:
-        check_bool("dedup", dedup)
         super().__init__()
         self.dedup = dedup
         self.ranks = RankGroup.from_value(ranks)
@@ -468,6 +466,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             optimizer=optimizer,
             shared=shared or {},
             kind=EmbeddingCollection,
+            dedup=dedup,
         )
         self.shared = dict(shared or {})
         self.configs, self.plan = settings.configs, settings.plan

@@ -54,7 +54,7 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World
 from emblib.sharding.shared_shards import SharedShards, check_shared_shards, check_source
 from emblib.sharding.table_hyperparams import TableHyperparams
 from emblib.sharding.tensor_train import share_cores
-from emblib.specs import BoundsCheck, OptionEnum, Pooling
+from emblib.specs import BoundsCheck, OptionEnum, Pooling, check_bool
 from emblib.storage import TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
@@ -202,10 +202,11 @@ def agree_on_settings(
     optimizer: Optimizer | None,
     shared: SharedShards,
     kind: type[nn.Module],
+    dedup: bool = False,
 ) -> CollectionSettings:
     """Check the arguments of a sharded collection, and that they are equal on all ranks.
 
-    All ranks call this. The arguments are those of `ShardedEmbeddingBagCollection`; `kind` is the
+    All ranks call this. The arguments are those of `ShardedEmbeddingCollection`; `kind` is the
     class that `source` must have.
 
     Raises:
@@ -216,6 +217,7 @@ def agree_on_settings(
     """
 
     def check() -> CollectionSettings:
+        check_bool("dedup", dedup)
         check_source(source, kind)
         check_shared_shards(source, shared)
         for handle in source.groups.handles:
@@ -237,7 +239,10 @@ def agree_on_settings(
             return {}
         common = {
             "": fingerprint.settings_of(
-                ranks, comm_precision=settings.comm_precision, gradients=gradients
+                ranks,
+                comm_precision=settings.comm_precision,
+                gradients=gradients,
+                dedup=dedup,
             )
         }
         tables = fingerprint.collection_description(

@@ -23,6 +23,7 @@ from emblib.sharding import fingerprint
 from emblib.sharding.headers import Headers
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
+from emblib.specs import check_bool
 from emblib.storage import TableHandle
 from emblib.storage.base import TrainedModule, has_hyperparams
 
@@ -180,19 +181,31 @@ def check_digests(
             _raise_differences(compared_collections, ranks)
 
 
-def check_replicas(collections: Mapping[str, TableHyperparams], ranks: RankGroup) -> None:
+def check_replicas(
+    collections: Mapping[str, TableHyperparams], optimizer_states: Any, ranks: RankGroup
+) -> None:
     """Compare the hyperparameters of each table among all ranks that have it; all ranks call this.
 
     Args:
         collections: collections of the model, by path.
+        optimizer_states: a bool, which all ranks must have alike.
         ranks: the processes.
 
     Raises:
         RuntimeError: hyperparameters differ between ranks; on every rank.
+        ValueError, TypeError: `optimizer_states` differs between ranks, or is not a bool on one of
+            them; on every rank.
     """
-    bytes_by_rank = ranks.gather_objects(
-        {path: collection.bytes_by_table() for path, collection in collections.items()}
-    )
+    local_bytes = {path: collection.bytes_by_table() for path, collection in collections.items()}
+    bytes_and_flags = ranks.gather_objects((local_bytes, optimizer_states))
+    bytes_by_rank, flags = zip(*bytes_and_flags, strict=True)
+    for flag in flags:
+        check_bool("optimizer_states", flag)
+    if len(set(flags)) > 1:
+        raise ValueError(
+            f"optimizer_states must be the same on all ranks, got {list(flags)}: nothing was "
+            "averaged"
+        )
     first_values: dict[tuple[str, str], bytes] = {}
     for tables_by_path in bytes_by_rank:
         for path, bytes_by_table in tables_by_path.items():

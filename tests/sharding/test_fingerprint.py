@@ -333,6 +333,13 @@ def _one_fails(ranks: RankGroup) -> dict[str, str]:
         "comm_precision": partial(
             ShardedEmbeddingBagCollection, _bags(), _cut(), ranks, comm_precision=comm_precision
         ),
+        "dedup": partial(
+            ShardedEmbeddingCollection,
+            EmbeddingCollection([EmbeddingConfig(ROWS, DIM, "item")]),
+            {"item": sharding_types.row_wise()},
+            ranks,
+            dedup="x" if mine else False,  # type: ignore[arg-type]
+        ),
     }
     found = {name: _told(call) for name, call in made.items()}
     bags = _bags()
@@ -351,6 +358,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         "wrap": "wrap is DDP on rank 0 and dpp on rank 1",
         "init_parameters": "init_parameters is True on rank 0 and no on rank 1",
         "comm_precision": "TypeError: comm_precision must be None or a CommPrecision",
+        "dedup": "dedup must be True or False",
         "memory": "MemoryError: none left",
     }.items():
         assert words in own[name]

@@ -1,6 +1,7 @@
 """Gradients of a model over ranks are clipped by one norm: that of the whole model."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -179,10 +180,17 @@ def _no_part(ranks: RankGroup, wrap: str) -> list[float]:
         clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
     with pytest.raises(ValueError, match=r"max_norm must be the same on all ranks, got 1\.0 to"):
         clip_grad_norm_(model, 1.0 + ranks.rank)
-    with pytest.raises(TypeError, match="error_if_nonfinite must be True or False"):
-        clip_grad_norm_(model, BOUND, error_if_nonfinite="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="norm_type must be above 0"):
-        clip_grad_norm_(model, BOUND, 0)
+    # A wrong argument of one rank raises on both.
+    is_wrong = ranks.rank == 1
+    for wrong_arguments, message in (
+        ({"error_if_nonfinite": "no"}, "error_if_nonfinite must be True or False"),
+        ({"norm_type": 0.0}, "norm_type must be above 0"),
+        ({"max_norm": -1.0}, "max_norm must be >= 0"),
+    ):
+        arguments: dict[str, Any] = {"max_norm": BOUND, **(wrong_arguments if is_wrong else {})}
+        match = message if is_wrong else "a wrong argument on another rank"
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=match):
+            clip_grad_norm_(model, **arguments)
     return norms
 
 

@@ -158,7 +158,9 @@ def _rates_of_one_replica(ranks: RankGroup) -> str:
         for group in model.fused_optimizer.param_groups:
             group["lr"] = 0.5
     with pytest.raises(TypeError, match="optimizer_states must be True or False"):
-        model.sync(optimizer_states="no")  # type: ignore[arg-type]
+        model.sync(optimizer_states="no" if ranks.rank == 3 else True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the same on all ranks, got \[True, True, True, "):
+        model.sync(optimizer_states=ranks.rank != 3)
     with pytest.raises(RuntimeError, match=r"0\.1 on ranks? .* and 0\.5 on rank 3") as raised:
         model.sync()
     torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
@@ -237,7 +239,17 @@ def _refused(ranks: RankGroup) -> list[str]:
 
     sgd, plain = optim.SGD(0.1), EmbeddingBagConfig(40, 8, "t")
     rules = {"": {"t": row_wise()}}
+    is_wrong = ranks.rank == 3
+
+    def with_options(**options: Any) -> ReplicatedModelParallel:
+        options = {"plan": rules, "optimizer": sgd} | options
+        return ReplicatedModelParallel(collection(plain), mesh, **options)
+
     calls = [
+        lambda: with_options(local_size=3 if is_wrong else None),
+        lambda: with_options(plan=None if is_wrong else rules),
+        lambda: with_options(wrap="none" if is_wrong else "ddp"),
+        lambda: with_options(optimizer=optim.SGD(0.2) if is_wrong else sgd),
         lambda: ReplicatedModelParallel(collection(plain), ranks.group, plan=rules),
         lambda: ReplicatedModelParallel(collection(hashed), mesh, plan=rules, optimizer=sgd),
         lambda: ReplicatedModelParallel(collection(plain), mesh, plan=rules),
@@ -245,7 +257,7 @@ def _refused(ranks: RankGroup) -> list[str]:
     ]
     texts = []
     for call in calls:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+        with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
         texts.append(str(caught.value))
     features = KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1]))
@@ -260,6 +272,10 @@ def test_what_it_refuses() -> None:
         for text, words in zip(
             texts,
             (
+                "local_size is None on ranks 0-2 and 3 on rank 3",
+                "plan is given on ranks 0-2 and None on rank 3",
+                "wrap is DDP on ranks 0-2 and none on rank 3",
+                "optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
                 "mesh must be a DeviceMesh [replicas, shards]",
                 "tables ['t'] are hash tables",
                 "tables of replicas need a fused optimizer",

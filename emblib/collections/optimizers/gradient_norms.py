@@ -55,6 +55,7 @@ class _Mark:
 
 
 _NORM_EPS = 1e-6  # that of `torch.nn.utils.clip_grads_with_norm_`
+_NUM_GATHERED = 7  # numbers of each rank that `_norm_over_ranks` gathers: norms and arguments
 
 # Not attributes of the parameters: those would be pickled with them.
 _gradient_marks = WeakTensorKeyDictionary()
@@ -99,17 +100,19 @@ def clip_grad_norm_(
         ValueError: `max_norm` is negative or NaN, or `norm_type` is not above 0; one of them
             differs between ranks; parameters are of tables that backward updates, on any rank; or
             the parameters are over several groups of ranks.
-        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set; or an argument is
+            wrong on another rank.
         TypeError: `error_if_nonfinite` is not a bool.
     """
-    check_bool("error_if_nonfinite", error_if_nonfinite)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not number_or_nan(max_norm) >= 0:
-        raise ValueError(f"max_norm must be >= 0, inf to compute the norm only; got {max_norm!r}")
-    if not number_or_nan(norm_type) > 0:
-        raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type!r}")
-    norm_type = float(norm_type)
     ranks = ranks_of_parameters(parameters) if ranks is None else ranks
+    try:
+        _check_arguments(max_norm, norm_type, error_if_nonfinite)
+    except (TypeError, ValueError):
+        if ranks is not None:  # the other ranks wait for the numbers of this one
+            ranks.all_gather_floats(torch.full((_NUM_GATHERED,), math.nan, device="cpu"))
+        raise
+    norm_type = float(norm_type)
     num_updated = _num_updated_in_backward(parameters)
     if ranks is None:
         _refuse_updated_in_backward(num_updated)
@@ -143,6 +146,15 @@ def clip_grad_norm_(
             values = _values_of(parameter)
             values.mul_(factor.to(values.device))
     return total_norm
+
+
+def _check_arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> None:
+    """Raise ValueError or TypeError for arguments that `clip_grad_norm_` does not take."""
+    check_bool("error_if_nonfinite", error_if_nonfinite)
+    if not number_or_nan(max_norm) >= 0:
+        raise ValueError(f"max_norm must be >= 0, inf to compute the norm only; got {max_norm!r}")
+    if not number_or_nan(norm_type) > 0:
+        raise ValueError(f"norm_type must be above 0, inf for the maximum; got {norm_type!r}")
 
 
 @without_gradients
@@ -232,7 +244,8 @@ def _norm_over_ranks(
     """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this.
 
     All of them raise ValueError if `num_updated`, the number of this rank's parameters that
-    backward updates, is positive on any, or if ranks differ in `max_norm` or `norm_type`.
+    backward updates, is positive on any, or if ranks differ in `max_norm` or `norm_type`; and
+    RuntimeError if the arguments of another rank are wrong, which then sends NaN only.
     """
     shard_grads: list[Tensor] = []
     replica_grads: list[Tensor] = []
@@ -256,6 +269,11 @@ def _norm_over_ranks(
     )
     norms_of_ranks = ranks.all_gather_floats(torch.cat([torch.stack(local_norms), arguments]))
     max_updated, *largest, negative_norm, negative_type = norms_of_ranks[:, 2:].amax(0).tolist()
+    if math.isnan(max_updated):
+        raise RuntimeError(
+            "clip_grad_norm_ was called with a wrong argument on another rank, see its error: no "
+            "gradient was clipped"
+        )
     _refuse_updated_in_backward(int(max_updated))
     smallest = (-negative_norm, -negative_type)
     for name, low, high in zip(("max_norm", "norm_type"), smallest, largest, strict=True):
