@@ -420,6 +420,7 @@ class HashIndex(nn.Module):
 
         A memory budget may grant less. `rows` move with their entries; None if there are none.
         """
+        self.versions.store_last_insertion(self)
         self.versions.advance()
         device = self.tags.device
         num_new = max(0, min(keys, self.specs[table].rows) - self.size(table))

@@ -112,7 +112,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     _calls: KeyedCalls | None = None
     feature_table: Tensor
     dropped_updates: Tensor
-    """Updates of keys that were evicted between their forward and their backward, so far."""
+    """Number of lookups, so far, whose keys left their table between forward and backward."""
     byte_layout: Tensor  # see `DynamicState`
     spec_kind = SpecKind(
         DynamicSpec,

@@ -19,6 +19,8 @@ from emblib.ops.hash import EVICTING, HIT, NEW, STORED, InsertedBatch, Keys, tab
 from emblib.specs import SLOTS_PER_BUCKET
 from emblib.tables import memory
 
+_MAX_REMOVALS_PER_TABLE = 64  # then they are merged, in case a watcher stays alive
+
 
 class VersionedIndex(Protocol):
     """The index whose slots have versions."""
@@ -59,10 +61,26 @@ class LastInsertion(NamedTuple):
         return is_new, (misses.groups >= 0) & (is_new | (status == HIT))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that `changed_positions` reads."""
-        misses, result, status = self.inserted[1:]
+        """Return the tensors that are read to store the versions."""
+        slots, misses, result, status = self.inserted
         read_tensors = (status, None if misses is None else misses.groups, result and result.status)
-        return [*self.keys, *(tensor for tensor in read_tensors if tensor is not None)]
+        return [*self.keys, slots, *(tensor for tensor in read_tensors if tensor is not None)]
+
+
+class Removal(NamedTuple):
+    """Keys that left a table with a backing store.
+
+    Attributes:
+        version: the version of the last removal of a key.
+        table: number of the table.
+        keys: int64 `[n]`.
+        versions: int64 `[n]`, the version of the removal of each key.
+    """
+
+    version: int
+    table: int
+    keys: Tensor
+    versions: Tensor
 
 
 class SlotVersions:
@@ -72,6 +90,9 @@ class SlotVersions:
     the version at which each slot got its key is stored, in 8 bytes per slot, but lazily. The last
     insertion is remembered until the next one, and its versions are stored only if an earlier
     watcher is still alive. So training steps that do not overlap cost nothing.
+
+    Slots do not tell whether a key has left from behind a backing store, in which it has no slot.
+    So the owner of such tables notes removals, which are remembered while watchers are alive.
 
     Methods take the index, because a reference to it would be a cycle. They have no lock of their
     own: the owner of the index holds its lock.
@@ -94,6 +115,7 @@ class SlotVersions:
         self.layout: Tensor | None = None
         self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._last_insertion: LastInsertion | None = None  # not yet in `by_slot`
+        self._removals: list[Removal] = []  # in order of their versions
         self._emptied_at = [0] * (len(first_slots) - 1)  # the last version that emptied each table
 
     def advance(self) -> None:
@@ -105,6 +127,7 @@ class SlotVersions:
         self.current += 1
         self._emptied_at = [self.current] * len(self._emptied_at)
         self._last_insertion = self.by_slot = self.layout = None
+        self._removals = []
 
     def note_emptied(self, table: int) -> None:
         """Count a change that empties a table."""
@@ -122,7 +145,7 @@ class SlotVersions:
             index: the index.
             keys: a batch.
             slots: the present slots of its keys. For -1, overflow rows and fallback rows the
-                answer is whether the table was emptied.
+                answer is whether the table was emptied, or the removal of the key noted.
             version: version at which a living watcher was registered.
         """
         self.store_last_insertion(index)
@@ -132,6 +155,11 @@ class SlotVersions:
             has_left |= torch.tensor(was_emptied, device=slots.device)[tables_of(keys)]
         if self.by_slot is not None:
             has_left |= self.by_slot[self._elements_of_slots(index, keys, slots)] > version
+        later_removals = [removal for removal in self._removals if removal.version > version]
+        tables = tables_of(keys) if later_removals else None
+        for _, table, removed_keys, versions in later_removals:
+            removed_keys = removed_keys[versions > version].to(slots.device)
+            has_left |= (tables == table) & torch.isin(keys.ids, removed_keys)
         return has_left
 
     def note_batch(self, keys: Keys, inserted: InsertedBatch) -> None:
@@ -146,13 +174,50 @@ class SlotVersions:
             elements = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
             self._allocate_versions(index)[elements] = self.current
 
+    def note_removed(self, table: int, keys: Tensor) -> None:
+        """Count a change in which keys, int64 `[n]`, left a table with a backing store."""
+        self.current += 1
+        oldest_watched = self._oldest_watched
+        if not self._removals or self._removals[-1].version <= oldest_watched:
+            self._removals = []
+        if oldest_watched < self.current:
+            keys = keys.cpu()
+            versions = torch.full_like(keys, self.current)
+            self._removals.append(Removal(self.current, table, keys, versions))
+        if len(self._removals) > _MAX_REMOVALS_PER_TABLE * len(self._emptied_at):
+            self._merge_removals()
+
+    def _merge_removals(self) -> None:
+        """Merge the removals of each table, of which only the last of each key counts."""
+        merged = []
+        for table in range(len(self._emptied_at)):
+            removals = [removal for removal in self._removals if removal.table == table]
+            if removals:
+                keys, groups = torch.cat([removal.keys for removal in removals]).unique(
+                    return_inverse=True
+                )
+                versions = torch.cat([removal.versions for removal in removals])
+                versions = torch.zeros_like(keys).scatter_reduce_(0, groups, versions, "amax")
+                is_watched = versions > self._oldest_watched
+                merged.append(
+                    Removal(removals[-1].version, table, keys[is_watched], versions[is_watched])
+                )
+        self._removals = sorted(merged)
+
+    @property
+    def _oldest_watched(self) -> int:
+        """Return the version at which the oldest living watcher was registered, or `current`."""
+        return next(iter(self._watchers.values()), self.current)  # in order of `watch`
+
     def store_last_insertion(self, index: VersionedIndex) -> None:
-        """Store the last insertion's version by slot if a watcher needs it, then forget it."""
+        """Store the last insertion's version by slot if a watcher needs it, then forget it.
+
+        Call it before entries move to other slots.
+        """
         insertion = self._last_insertion
         if insertion is None:
             return
-        oldest_watched = next(iter(self._watchers.values()), self.current)  # in order of `watch`
-        if oldest_watched < insertion.version and insertion.keys.ids.numel():
+        if self._oldest_watched < insertion.version and insertion.keys.ids.numel():
             self._store_versions(index, insertion)
             if index.tags.is_cuda:  # the insertion may have been on another stream
                 stream = torch.cuda.current_stream(index.tags.device)
@@ -162,7 +227,8 @@ class SlotVersions:
 
     def _store_versions(self, index: VersionedIndex, insertion: LastInsertion) -> None:
         keys, (is_new, was_missing) = insertion.keys, insertion.changed_positions()
-        slots = torch.where(was_missing, index.find(keys), -1)
+        # Not the slots that `index.find` returns: the ids may be overwritten since.
+        slots = torch.where(was_missing, insertion.inserted.slots, -1)
         elements = self._elements_of_slots(index, keys, slots)
         versions = self._allocate_versions(index)
         # A promoted key was missing but never left its table: 0 replaces its slot's old version.

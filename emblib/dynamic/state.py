@@ -92,7 +92,7 @@ class DynamicState:
         statistics: counts of insertions; None until `track_statistics`.
         budget: the memory budget that limits the tables; None without one; a copy has none.
         last_batch: slots and status of the keys of the last training batch.
-        dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
+        dropped_updates: int64 `[1]`, lookups whose keys left before their backward.
         owner: weak reference to the module, whose optimizer follows loaded hyperparameters.
         lock: the lock around all changes.
     """
@@ -269,7 +269,9 @@ class DynamicState:
             self.admission.copy_counts(table, source.admission, source_table, is_owned)
 
     def record_evictions(self, table: int, keys: Tensor) -> None:
-        """Record keys that left a table in this step, if evictions are tracked."""
+        """Record keys that left a table in this step, if evictions or a backing store need it."""
+        if self.backing is not None and keys.numel():
+            self.index.versions.note_removed(table, keys)
         if self.eviction_log is not None:
             self.eviction_log.record(table, keys, self.index.tick)
 

@@ -274,6 +274,20 @@ def test_a_key_that_left_and_came_again_gets_no_update(device: torch.device, cha
     assert float(table.table_rows(0)["weight"].sum()) == -8
 
 
+def test_ids_overwritten_after_an_insertion_hide_no_key_that_left(device: torch.device) -> None:
+    """The next forward notes which slots the last one gave to new keys."""
+    table = _one(DynamicSpec(64, 1, initializer=Constant(0.0)), device, optimizer=optim.SGD(1.0))
+    other, waits = table(*_each([1], device)), table(*_each([7], device))
+    table.erase(0, torch.tensor([7]))
+    ids, offsets = _each([7], device)
+    for key in (7, 1):
+        table(ids.fill_(key), offsets)
+    waits.sum().backward()
+    other.sum().backward()
+    assert table.eval()(*_each([1, 7], device)).view(-1).tolist() == [-1.0, 0.0]
+    assert int(table.dropped_updates) == 1
+
+
 def test_a_graph_that_is_kept_makes_the_index_keep_no_batches(device: torch.device) -> None:
     """Nor its backward look at them one by one."""
     table = _one(DynamicSpec(320, 2), device)

@@ -108,6 +108,32 @@ def test_keys_that_went_down_and_up_have_not_left() -> None:
     assert module.eval()(ids, offsets).view(-1).tolist() == [-1.0] * 32
 
 
+@pytest.mark.parametrize("removal", ["erase", "drop", "expire", "erase often"])
+def test_a_key_that_returned_gets_no_update_of_its_old_row(removal: str) -> None:
+    """Where it is in the store at the backward, or was, which holds rows without their versions."""
+    module = DynamicEmbeddingBags(
+        [DynamicSpec(32, 1, initializer=Constant(0.0), ttl=1 if removal == "expire" else None)],
+        optim.SGD(1.0),
+        backing=BackingStore(HostRows(32 if removal == "drop" else 512)),
+    )
+    key, offset, offsets = torch.tensor([7]), torch.tensor([0, 1]), torch.arange(33)
+    waits = module(key, offset)
+    for first in (100, 200):
+        module(torch.arange(first, first + 32), offsets)
+    if removal.startswith("erase"):
+        assert module.erase(0, key).all()
+    for other in range(200, 264) if removal == "erase often" else ():
+        module.erase(0, torch.tensor([other]))
+    assert not bool(module.table_handles()["table_0"].contains(key))
+    returned = module(key, offset)
+    module(torch.arange(100, 132), offsets)
+    waits.sum().backward()
+    assert int(module.dropped_updates) == 1
+    returned.sum().backward()
+    assert module.eval()(key, offset).item() == -1.0
+    assert int(module.dropped_updates) == 1
+
+
 def test_a_key_that_was_below_was_there() -> None:
     module = DynamicEmbeddingBags(
         [DynamicSpec(32, 4)], optim.SGD(0.01), backing=BackingStore(HostRows(4096))
