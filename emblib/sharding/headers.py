@@ -275,7 +275,8 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
         missing_rank = peer if expected is Content.GRADIENTS else rank
         message += (
             f". The last loss of rank {missing_rank} left out the output of a sharded collection, "
-            "which that of the other rank used: every rank's loss must use it, if only times 0"
+            "which that of the other rank used: every rank's loss must use it, if only times 0. Or "
+            f"an error ended the step of rank {missing_rank} before its backward"
         )
     return RuntimeError(message)
 

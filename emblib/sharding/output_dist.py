@@ -354,14 +354,18 @@ class _Scaling:
     def agree(self) -> None:
         """Note for the updates of this backward whether the gradients of all ranks are finite.
 
-        If scales on a GPU differ between ranks, the step is skipped, as after an overflow, because
-        the host would have to wait to raise.
+        Groups of ranks that have replicas of the tables agree too: they have the dense part in
+        common, whose gradients must have one scale. If scales on a GPU differ between ranks, the
+        step is skipped, as after an overflow, because the host would have to wait to raise.
 
         Raises:
             RuntimeError: the scales differ, and are in host memory; on every rank.
         """
         assert self._pending is not None
-        is_finite, min_scale, negated_max_scale = self._pending.wait().unbind()
+        values = self._pending.wait()
+        if self._ranks.replicas is not None:
+            values = start_minimum(values, self._ranks.replicas).wait()
+        is_finite, min_scale, negated_max_scale = values.unbind()
         if is_finite.device.type == "cpu" and min_scale != -negated_max_scale:
             raise RuntimeError(
                 f"the torch.amp.GradScalers of the ranks have different scales, {float(min_scale)} "

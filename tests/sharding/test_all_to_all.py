@@ -132,6 +132,7 @@ def test_a_loss_without_the_embeddings_is_told_at_once() -> None:
     assert "rank 0 sent gradients of rows where rank 1 expected the sizes of a batch" in second
     for message in (first, second):
         assert "The last loss of rank 1 left out the output of a sharded collection" in message
+        assert "Or an error ended the step of rank 1 before its backward" in message
 
 
 DTYPES = [torch.float32, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bfloat16]

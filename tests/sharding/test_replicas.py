@@ -210,6 +210,29 @@ def test_replicas_clip_their_gradients_alike(size: int, wrap: str) -> None:
     assert others == [first] * 3
 
 
+def _overflowed(ranks: RankGroup) -> None:
+    """Rank 3, of the second replica, overflows; then the replicas have other scales."""
+    model = replicas(ranks, wrap="none")
+    before = values_of(model)
+    scaler = torch.amp.GradScaler(ranks.device.type, init_scale=64.0)
+    batch = to_device(make_batch(10 * ranks.rank, 3), ranks.device)
+    loss = model(batch)[0] * (torch.inf if ranks.rank == 3 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(model.fused_optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32.0
+    torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
+    if ranks.device.type == "cpu":
+        scaler.update(32.0 / (1 + model.replicas.rank))
+        with pytest.raises(RuntimeError, match=r"different scales, 16\.0 to 32\.0"):
+            scaler.scale(model(batch)[0]).backward()
+        scaler.update(32.0)  # until then, backwards of this process that it did not scale raise
+
+
+def test_no_replica_makes_a_step_that_overflows_in_one() -> None:
+    worlds.run(4, _overflowed)
+
+
 def _saved(ranks: RankGroup, folder: Path) -> dict[str, Tensor]:
     model = replicas(ranks)
     list(plain_loop(model, [make_batch(10 * ranks.rank, 3)], 1))
