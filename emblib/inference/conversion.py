@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,10 @@ from emblib.tables import QuantizedEmbeddingBags, RowFormat
 from emblib.tables.quantized import FloatTables, Formats
 
 _BLOCK_ROWS = 1 << 16  # rows that are compared at a time
+
+# The runs of the change logs of a module, and whether their logs are open. The run of a closed log
+# goes on to name the rows until another log begins: what follows in its sink is a snapshot.
+_log_runs: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
 Collections = InferenceEmbeddingBagCollection | InferenceEmbeddingCollection
 
@@ -82,6 +87,32 @@ def for_inference(
     """
     if isinstance(source, ReadOnly | InferenceCollection):
         raise TypeError("the tables are read-only already; convert those that they were made of")
+    modules = source.modules() if isinstance(source, nn.Module) else ()
+    runs = {run for module in modules for run in _log_runs.get(module, ())}
+    served = _convert(source, formats, output_dtype)
+    for part in served.parts if isinstance(served, InferenceCollection) else [served]:
+        _rows_module(part).log_runs = tuple(sorted(runs))
+    return served
+
+
+def begin_log_run(model: nn.Module, run: str) -> None:
+    """Note that a change log of a model begins a run."""
+    for module in model.modules():
+        open_runs = [known for known, is_open in _log_runs.get(module, {}).items() if is_open]
+        _log_runs[module] = dict.fromkeys([*open_runs, run], True)
+
+
+def end_log_run(model: nn.Module, run: str) -> None:
+    """Note that a change log of a model ended a run: it begins another, or is closed."""
+    for module in model.modules():
+        if run in _log_runs.get(module, {}):
+            _log_runs[module][run] = False
+
+
+def _convert(
+    source: Any, formats: Formats | None, output_dtype: torch.dtype | None
+) -> ReadOnly | Collections:
+    """See `for_inference`."""
     if isinstance(source, DynamicEmbeddingBags):
         return _convert_dynamic(source, formats, output_dtype)
     if is_collection(source):

@@ -244,12 +244,13 @@ def _section_prefix(part: int) -> str:
 
 def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:
     """Return what `_open_rows` needs to make the module again, as JSON values."""
-    return {
+    config = {
         **_options_to_json(rows),
         "tables": [[spec.rows, spec.dim, spec.name] for spec in rows.tables],
         "formats": [format.value for format in rows.formats],
         "output_dtype": _dtype_name(rows.output_dtype),
     }
+    return {**config, "log_runs": list(rows.log_runs)} if rows.log_runs else config
 
 
 def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags:
@@ -262,6 +263,7 @@ def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags
         **_options_from_json(config),
     )
     rows.use_memory(packed)
+    rows.log_runs = tuple(config.get("log_runs", ()))
     return rows
 
 

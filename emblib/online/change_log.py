@@ -7,6 +7,7 @@ drops all entries before its previous whole entry.
 """
 
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from torch import nn
 
 from emblib.dynamic.dynamic_tables import tables_of
 from emblib.grad_mode import without_gradients
+from emblib.inference.conversion import begin_log_run, end_log_run
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink, check_sink
@@ -127,6 +129,7 @@ class ChangeLog:
         self._keyed_changes = KeyedChanges(model, states=states)
         self._writer = _Writer(sink, max_pending, generation, sequence)
         self._lookups = Lookups(model_tables)
+        self._model, self._run = model, ""
         self._last_whole_step = self.step
         try:
             if compact_every is not None:
@@ -136,6 +139,14 @@ class ChangeLog:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run: it names the records from the last snapshot to the next one.
+
+        Tables that are frozen meanwhile keep it, see `LogFollower`. Each rank's log has its own.
+        """
+        return self._run
 
     @without_gradients
     def record(self, step: int) -> bool:
@@ -197,6 +208,7 @@ class ChangeLog:
         """
         lookups = self._lookups if kind is RecordKind.DELTA else None
         changes = {**self._plain_changes.collect(lookups), **self._keyed_changes.collect(lookups)}
+        begins_run = kind is RecordKind.SNAPSHOT or not self._run
         record = Record(
             kind=kind,
             rank=self._rank,
@@ -206,8 +218,13 @@ class ChangeLog:
             step=step,
             time=time.time(),
             tables=changes,
+            run=secrets.token_hex(8) if begins_run else "",  # the writer repeats it in others
         )
         self._writer.put(record)
+        if begins_run:  # an interrupt leaves tables with the run before, which followers can tell
+            end_log_run(self._model, self._run)
+            begin_log_run(self._model, record.run)
+            self._run = record.run
         self.step = step
         if lookups is None:
             self._last_whole_step = step
@@ -233,6 +250,7 @@ class ChangeLog:
             Exception: the sink could not be closed; `close` may be called again.
         """
         self._writer.close()
+        end_log_run(self._model, self._run)
         self._lookups.close()
         self._keyed_changes.close()
 
@@ -313,6 +331,7 @@ class _Writer:
     def __init__(self, sink: Sink, max_pending: int, generation: int, sequence: int) -> None:
         self._sink, self._max_pending = sink, max_pending
         self._generation, self._sequence = generation, sequence  # of the last record written
+        self._run_id = ""
         self._queue: deque[Record] = deque()
         self._condition = threading.Condition()
         self._error: Exception | None = None  # the thread waits until `raise_error` clears it
@@ -346,16 +365,18 @@ class _Writer:
     def _write(self, record: Record) -> None:
         """Append a record; after a whole one, drop the records before the previous whole one.
 
-        A record that is written again after an error has the same numbers.
+        A record that is written again after an error has the same numbers. The first run of a sink
+        is generation 1, also if it begins without a snapshot.
         """
-        generation = self._generation + (record.kind is RecordKind.SNAPSHOT)
-        numbered_record = record._replace(generation=generation, sequence=self._sequence + 1)
+        generation, run = self._generation + bool(record.run), record.run or self._run_id
+        sequence = self._sequence + 1
+        numbered_record = record._replace(generation=generation, sequence=sequence, run=run)
         position = self._sink.append(encode(numbered_record), starts_segment=record.is_whole)
         if record.is_whole:
             if self._last_whole_position is not None:
                 self._sink.trim(self._last_whole_position)
             self._last_whole_position = position
-        self._generation, self._sequence = generation, numbered_record.sequence
+        self._generation, self._sequence, self._run_id = generation, sequence, run
 
     @property
     def is_forked(self) -> bool:

@@ -9,6 +9,7 @@ raises, readers see a mix of two boundaries until the next record with all rows 
 import itertools
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from emblib.online.records import LogError, Record, RecordKind, TableChange, dec
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
 from emblib.specs import check_count
+from emblib.tables import QuantizedEmbeddingBags
 from emblib.tables.locks import ModuleLock, register_after_fork
 
 # The maximum number of records that one poll reads. A log that is not behind another log reads no
@@ -63,14 +65,17 @@ class LogFollower:
             Dynamic tables need the capacity of the trainer's tables.
         sources: sink of the log, or a list or tuple of the sinks of all ranks' logs, in any order.
         step: step that the tables are at, e.g. of a frozen file; None waits for a record with all
-            rows, and begins with it. Pass None for tables from before the trainer went back to a
-            checkpoint: the log may have dropped the records that would tell.
+            rows, and begins with it. So do tables of a run that the log does not have, with a
+            warning: the trainer may have given it up.
+        run: `ChangeLog.run` of the log, of any rank, when the tables were at `step`; None takes it
+            from the tables: those that were frozen or converted from a model with a log name it.
+            Tables that name none are trusted to be of the first run of a log, until it has another.
         tables: names of the tables to follow; None for all in the log, which the model must have.
 
     Raises:
         KeyError: the model lacks one of `tables`.
         TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
-            is not an int, or `tables` is one string.
+            is not an int, `tables` is one string, or `run` is not a text or is without `step`.
         ValueError: a table was pruned or is on disk, two tables have one name, `tables` is empty,
             there is no sink, or the step is below 0.
 
@@ -99,6 +104,7 @@ class LogFollower:
         sources: Sink | list[Sink] | tuple[Sink, ...],
         *,
         step: int | None = None,
+        run: str | None = None,
         tables: Sequence[str] | None = None,
     ) -> None:
         if isinstance(tables, str):
@@ -108,6 +114,7 @@ class LogFollower:
         self.model = model
         self._tables = served_tables(model)
         self._followed_names = None if tables is None else set(tables)
+        self._names = self._tables.keys() if tables is None else set(tables)
         if self._followed_names is not None and not self._followed_names:
             raise ValueError("tables must name the tables to follow, or be None for all, got none")
         if unknown_names := sorted((self._followed_names or set()) - self._tables.keys()):
@@ -117,6 +124,9 @@ class LogFollower:
             raise ValueError("a follower needs the sink of each rank's log, got none")
         self._logs = [_Log(check_sink(source)) for source in logs]
         self._step = None if step is None else check_count("step", step, minimum=0)
+        if run is not None and (step is None or not isinstance(run, str)):
+            raise TypeError(f"run must be ChangeLog.run, a text, and needs step=, got {run!r}")
+        self._run = run
         self._boundary: BoundaryKey | None = None  # the last one; None if the tables are at none
         self._has_base = step is not None  # whether the tables began at a step that the caller gave
         self._lock = ReaderLock()
@@ -245,13 +255,62 @@ class LogFollower:
         first_records = [log.pending[0] for log in self._logs if log.pending]
         if len(first_records) < len(self._logs) or self._step is None:
             return
+        generation = self._base_generation(first_records)
+        if generation is None:
+            warnings.warn(
+                f"the log does not have the run that the tables at step {self._step} are of, or "
+                "they do not name it: the trainer may have given it up, so all rows are loaded "
+                "from the log first. Freeze tables while their ChangeLog is open, or pass its run=",
+                stacklevel=4,
+            )
         log_starts = [record for record in first_records if record.is_whole or record.sequence == 1]
-        if any(record.step > self._step for record in log_starts):
+        if generation is None or any(
+            record.key > (generation, self._step) for record in log_starts
+        ):
             self._has_base = False  # records after the base were dropped, or never made
             for log in self._logs:
                 log.restart()
         else:
-            self._boundary = max(record.generation for record in first_records), self._step
+            self._boundary = generation, self._step
+
+    def _base_generation(self, first_records: Sequence[Record]) -> int | None:
+        """Return the generation of the run that the tables are of at `step`; None if unknown.
+
+        Tables that name no run are of the log's first one, while it has no other. A log that begins
+        without a snapshot also begins at tables of its first step that name the run of another log.
+        Reads the logs to their ends.
+        """
+        generations: dict[str, int] = {}
+        for log in self._logs:
+            generations |= log.generations()
+        newest = max(generations.values(), default=0)
+        begins_here = all(
+            record.sequence == 1 and not record.is_whole and record.step == self._step
+            for record in first_records
+        )
+        base_generations = set[int | None]()
+        for runs in self._runs_of_tables():
+            known_generations = [generations[run] for run in runs if run in generations]
+            if known_generations:
+                base_generations.add(max(known_generations))
+            else:
+                is_first = newest <= 1 and (not runs or begins_here)
+                base_generations.add(newest if is_first else None)
+        return base_generations.pop() if len(base_generations) == 1 else None
+
+    def _runs_of_tables(self) -> set[tuple[str, ...]]:
+        """Return the runs that the followed tables name; an empty tuple if some name none."""
+        if self._run is not None:
+            return {(self._run,)}
+        modules = self._read_only_modules()
+        names = {name for module in modules for name in module.table_names}
+        runs = {module.log_runs for module in modules}
+        return runs if self._names <= names else {*runs, ()}
+
+    def _read_only_modules(self) -> list[QuantizedEmbeddingBags]:
+        """Return the modules that store the rows of the followed read-only tables."""
+        modules = [m for m in self.model.modules() if isinstance(m, QuantizedEmbeddingBags)]
+        return [module for module in modules if not self._names.isdisjoint(module.table_names)]
 
     def _check_ranks(self) -> None:
         """Raise LogError unless pending records are of different ranks, of as many as the logs."""
@@ -293,16 +352,21 @@ class LogFollower:
             )
         all_records = [record for records in records_by_log for record in records]
         write_functions = self._prepare(all_records, is_whole=is_whole)
-        self._lock.write(lambda: self._write(write_functions, key))
+        runs = tuple(sorted({record.run for record in all_records if record.run}))
+        self._lock.write(lambda: self._write(write_functions, key, runs))
         for log in self._logs:
             log.drop(key)
             log.has_gap = False
 
-    def _write(self, functions: Sequence[Callable[[], None]], key: BoundaryKey) -> None:
-        """Call the functions that lead to a boundary, and make it the last one."""
+    def _write(
+        self, functions: Sequence[Callable[[], None]], key: BoundaryKey, runs: tuple[str, ...]
+    ) -> None:
+        """Call the functions that lead to a boundary of `runs`, and make it the last one."""
         try:
             for function in functions:
                 function()
+            for module in self._read_only_modules():
+                module.log_runs = runs
             self._boundary, self._step = key, key[1]
         except BaseException:
             self._boundary, self._has_base = None, False  # the tables are at no boundary
@@ -419,6 +483,11 @@ class _Log:
             return False
         newest = self.pending[-1]
         return (newest.sequence, newest.time) == (record.sequence, record.time)
+
+    def generations(self) -> dict[str, int]:
+        """Return the generation of each run in the log, "" for all that have no id."""
+        records = (decode(stored.data, stored.location) for stored in self._source.read())
+        return {record.run: record.generation for record in records}
 
     def records_up_to(self, key: BoundaryKey) -> list[Record]:
         """Return the pending records up to a boundary, which they include."""

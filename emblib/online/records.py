@@ -7,15 +7,16 @@ A record is a prefix of 72 bytes, then its body. All numbers are little-endian.
 | 4 | `EMBC` |
 | 2, 2 | version of the format; kind (`RecordKind`) |
 | 4, 4 | rank, and number of ranks |
-| 8, 8 | generation, the number of snapshots so far; sequence, the number of records so far |
+| 8, 8 | generation, the number of runs so far; sequence, the number of records so far |
 | 8, 8 | step, int64; seconds since 1970 on the trainer's clock, float64 |
 | 8, 4 | bytes of the body; CRC-32 of the body |
 | 8, 4 | zeros; CRC-32 of the prefix up to here |
 
 The body is the length of a header (8 bytes), the header in JSON, and the tensors that it lists,
-each from a multiple of 8 bytes on. The header is {"tables": [...]}, with one object per change. Its
-"name" is the table. Its "numbers" are `first_column`, `dim`, `tick` and `hash_key` of the
-`TableChange`. Its "tensors" list name, dtype and shape of each tensor. Nothing is pickled.
+each from a multiple of 8 bytes on. The header is {"tables": [...], "run": ...}: one object per
+change, and the id of the run, which older records lack. The "name" of a change is the table. Its
+"numbers" are `first_column`, `dim`, `tick` and `hash_key` of the `TableChange`. Its "tensors" list
+name, dtype and shape of each tensor. Nothing is pickled.
 """
 
 import json
@@ -137,11 +138,13 @@ class Record(NamedTuple):
         kind: whole tables, or changes since the previous record.
         rank: rank of the trainer that wrote it.
         num_ranks: number of ranks of the trainer.
-        generation: number of snapshots so far, with this record.
+        generation: number of runs so far, with the one of this record.
         sequence: number of records so far, with this one.
         step: training step up to which the tables are recorded.
         time: seconds since 1970 on the trainer's clock.
         tables: changes by name of the table, one per shard that the rank has.
+        run: id of the run: of the records from one snapshot of a log to the next; "" in records of
+            earlier versions.
     """
 
     kind: RecordKind
@@ -152,6 +155,7 @@ class Record(NamedTuple):
     step: int
     time: float
     tables: dict[str, list[TableChange]]
+    run: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -189,7 +193,8 @@ def encode(record: Record) -> bytes:
             numbers = [change.first_column, change.dim, change.tick, change.hash_key]
             tables.append({"name": table_name, "numbers": numbers, "tensors": tensor_entries})
             tensors.extend(tensors_by_name.values())
-    header_bytes = json.dumps({"tables": tables}).encode()
+    run = {"run": record.run} if record.run else {}
+    header_bytes = json.dumps({"tables": tables, **run}).encode()
     begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(header_bytes))
     data = bytearray(begin + sum(_aligned(tensor.nbytes) for tensor in tensors))
     _LENGTH.pack_into(data, PREFIX_BYTES, len(header_bytes))
@@ -279,7 +284,9 @@ def decode(data: bytes, location: str) -> Record:
     prefix = _Prefix.from_bytes(data)
     tables: dict[str, list[TableChange]] = {}
     try:
-        for name, change in _read_tables(memoryview(bytearray(data))[PREFIX_BYTES:]):
+        body = memoryview(bytearray(data))[PREFIX_BYTES:]
+        header, tensors_offset = _read_header(body)
+        for name, change in _read_tables(body, header, tensors_offset):
             tables.setdefault(name, []).append(change)
         return Record(
             kind=RecordKind(prefix.kind),
@@ -290,16 +297,23 @@ def decode(data: bytes, location: str) -> Record:
             step=prefix.step,
             time=prefix.time,
             tables=tables,
+            run=str(header.get("run", "")),
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise LogError(f"{location} is malformed ({error}); {_REMEDY}") from error
 
 
-def _read_tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
-    """Yield the changes of each table in the body of a record, as views of it."""
+def _read_header(body: memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header in the body of a record, and the first byte of the tensors behind it."""
     (header_bytes,) = _LENGTH.unpack(body[: _LENGTH.size])
-    offset = _LENGTH.size + _aligned(header_bytes)
     header: dict[str, Any] = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + header_bytes]))
+    return header, _LENGTH.size + _aligned(header_bytes)
+
+
+def _read_tables(
+    body: memoryview, header: dict[str, Any], offset: int
+) -> Iterator[tuple[str, TableChange]]:
+    """Yield the changes of each table in the body of a record, as views of it from `offset` on."""
     for table in header["tables"]:
         tensors: dict[str, Tensor] = {}
         for name, dtype_name, shape in table["tensors"]:

@@ -182,6 +182,7 @@ class QuantizedEmbeddingBags(nn.Module):
     _feature_rows: list[FeatureRow]  # the values of `features`
     _lookup_check: LookupBoundsCheck | None = None
     feature_labels: list[str] | None = None  # names for messages, which a collection sets
+    log_runs: tuple[str, ...] = ()  # `ChangeLog.run` of the logs whose rows these are
 
     def __init__(
         self,
@@ -334,6 +335,8 @@ class QuantizedEmbeddingBags(nn.Module):
                 `padding_idx` or of mode max.
             ValueError: see the constructor and `write_rows`.
         """
+        if include_last_offset is None:
+            include_last_offset = getattr(source, "include_last_offset", True)
         tables = FloatTables.from_source(source)
         quantized = cls(
             tables.specs,
@@ -343,11 +346,7 @@ class QuantizedEmbeddingBags(nn.Module):
             output_dtype=tables.output_dtype if output_dtype is None else output_dtype,
             bounds_check=bounds_check,
             device=tables.device if device is None else device,
-            include_last_offset=(
-                getattr(source, "include_last_offset", True)
-                if include_last_offset is None
-                else include_last_offset
-            ),
+            include_last_offset=include_last_offset,
             formats=formats,
         )
         for table in range(len(tables.specs)):
@@ -617,6 +616,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 targets = self._target_views()
             else:
                 state_dicts.warn_of_meta(prefix, sources)
+        self.log_runs = ()
         for key, value in state_dicts.without_shared_memory(sources, targets).items():
             targets[key].copy_(value)
 

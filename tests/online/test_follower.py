@@ -1,5 +1,7 @@
 """Followers of change logs: equal to the leader at every boundary, and what they refuse."""
 
+import contextlib
+import copy
 import re
 import shutil
 import threading
@@ -315,6 +317,104 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
         LogFollower(quantised, sink, tables=[])
     with pytest.raises(ValueError, match="step must be >= 0"):
         LogFollower(quantised, sink, step=-1)
+    with pytest.raises(TypeError, match=r"a text, and needs step="):
+        LogFollower(quantised, sink, run="7f3a")
+
+
+@pytest.mark.parametrize("file", ["old", "new"])
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_a_base_of_a_run_that_was_given_up(tmp_path: Path, *, is_trimmed: bool, file: str) -> None:
+    """The trainer goes back to step 2, and logs other rows up to the step of the file, and on."""
+    trained, sink = _bags(), DirectorySink(tmp_path / "log")
+    log = ChangeLog(trained, sink, compact_every=3)
+    for step in range(1, 7):
+        _entry(trained, step)
+        log.record(step)
+        if step == 2:
+            checkpoint = copy.deepcopy(trained.state_dict())
+    emblib.freeze(trained, tmp_path / "given_up", "int8")
+    log.close()
+    trained.load_state_dict(checkpoint)
+    log = ChangeLog(trained, sink, step=2, compact_every=3 if is_trimmed else 100)
+    for step in range(3, 10):
+        _entry(trained, 10 + step)
+        log.record(step)
+        if step == 6:
+            emblib.freeze(trained, tmp_path / "current", "int8")
+            run = log.run
+    log.flush()
+    for name in ("given_up", "current"):
+        served: Any = emblib.open_frozen(tmp_path / name)
+        if file == "old":
+            served.log_runs = ()
+        is_found = file == "new" and not (is_trimmed and name == "given_up")
+        with (
+            contextlib.nullcontext() if is_found else pytest.warns(UserWarning, match="given it up")
+        ):
+            follower = LogFollower(served, DirectorySink(tmp_path / "log"), step=6)
+            steps = _applied_steps(follower)
+        if name == "current":  # no row of the run before was served
+            assert steps == ([7, 8, 9] if is_found else [8, 9] if is_trimmed else [*range(2, 10)])
+        expected = inference.for_inference(trained, "int8")
+        assert torch.equal(served.packed, expected.packed)
+        assert served.log_runs == expected.log_runs == (log.run,)
+    served = emblib.open_frozen(tmp_path / "current")
+    follower = LogFollower(served, DirectorySink(tmp_path / "log"), step=6, run=run)
+    assert _applied_steps(follower) == [7, 8, 9]
+    log.close()
+
+
+def _applied_steps(follower: LogFollower) -> list[int]:
+    """Apply all boundaries; return their steps."""
+    steps, write = [], follower._write
+
+    def note(functions: Any, key: Any, runs: Any) -> None:
+        write(functions, key, runs)
+        steps.append(key[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follower, "_write", note)
+        follower.apply()
+    return steps
+
+
+def test_records_of_earlier_versions_have_no_run(tmp_path: Path) -> None:
+    trained, sink, older = _bags(), DirectorySink(tmp_path / "log"), DirectorySink(tmp_path / "old")
+    bases = []
+    for first_step in (0, 1):  # as many runs
+        with ChangeLog(trained, sink, step=first_step) as log:
+            _entry(trained, 3)
+            log.record(first_step + 1)
+            bases += [inference.for_inference(trained) for _ in range(2)]
+            _entry(trained, 4)
+            log.record(first_step + 2)
+        records = [decode(stored.data, stored.location) for stored in sink.read()]
+        for record in records[-3:]:
+            older.append(encode(record._replace(run="")))
+        for base in bases[-2:]:
+            is_trusted = base is bases[0]
+            base.log_runs = () if base is bases[-2] else base.log_runs
+            with contextlib.nullcontext() if is_trusted else pytest.warns(UserWarning, match="run"):
+                follower = LogFollower(base, older, step=first_step + 1)
+                assert follower.apply() == first_step + 2
+            assert torch.equal(base.packed, inference.for_inference(trained).packed)
+
+
+def test_a_log_without_a_snapshot_begins_at_tables_of_another_log(tmp_path: Path) -> None:
+    trained = _bags()
+    with ChangeLog(trained, DirectorySink(tmp_path / "a")) as log:
+        _entry(trained, 3)
+        log.record(1)
+    bases = [inference.for_inference(trained) for _ in range(2)]
+    assert bases[0].log_runs == (log.run,)
+    with ChangeLog(trained, DirectorySink(tmp_path / "b"), step=1, compact_every=None) as log:
+        _entry(trained, 4)
+        log.record(2)
+    assert LogFollower(bases[0], DirectorySink(tmp_path / "b"), step=1).apply() == 2
+    assert torch.equal(bases[0].packed, inference.for_inference(trained).packed)
+    follower = LogFollower(bases[1], DirectorySink(tmp_path / "b"), step=2)
+    with pytest.warns(UserWarning, match="run"), pytest.raises(LogError, match="no snapshot"):
+        follower.apply()
 
 
 def test_a_log_without_a_snapshot_needs_a_base(tmp_path: Path) -> None:
@@ -376,7 +476,19 @@ def record(rank: int, kind: RecordKind, generation: int, step: int, sequence: in
     keys = torch.arange(30)
     change = TableChange(keys, torch.full((30, 4), float(step)), keys[:0], {}, 0, 4)
     order = (generation, sequence, step)
-    return encode(Record(kind, rank, 2, *order, 0.0, {"item": [change]} if rank else {}))
+    tables = {"item": [change]} if rank else {}
+    return encode(Record(kind, rank, 2, *order, 0.0, tables, f"run {generation} of {rank}"))
+
+
+def test_tables_name_the_run_of_one_rank(tmp_path: Path) -> None:
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    for rank, sink in enumerate(sinks):
+        sink.append(record(rank, RecordKind.SNAPSHOT, 2, 0, 5))
+        for step in (1, 2):
+            sink.append(record(rank, RecordKind.DELTA, 2, step, 5 + step))
+    assert _applied_steps(LogFollower(_bags(), sinks, step=1, run="run 2 of 1")) == [2]
+    with pytest.warns(UserWarning, match="given it up"):
+        assert _applied_steps(LogFollower(_bags(), sinks, step=1, run="run 1 of 1")) == [0, 1, 2]
 
 
 def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
