@@ -20,7 +20,7 @@ import pandas as pd
 
 from experiments.bundle import archive
 from experiments.config.schema import AXES, UsageError
-from experiments.config.sweep import SWEEP
+from experiments.config.sweep import SWEEP, exact
 from experiments.kinds.base import TIME
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Device, MeasuredCeilings
@@ -326,7 +326,9 @@ def _role(record: Record, base_point: Record) -> str:
     if record["section"] != SWEEP:
         return str(record["section"])
     params, base_params = record["params"], base_point["params"]
-    changes = [f"{axis}={params[axis]:g}" for axis in AXES if params[axis] != base_params[axis]]
+    changes = [
+        f"{axis}={exact(params[axis])}" for axis in AXES if params[axis] != base_params[axis]
+    ]
     return "sweep, " + ", ".join(changes) if changes else BASE_POINT
 
 

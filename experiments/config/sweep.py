@@ -64,6 +64,12 @@ QUALITY_METHODS = {
 Rule = Callable[[dict[str, Any]], bool]
 
 
+def exact(number: float) -> str:
+    """Return a number with six digits if these are all it has, else with all digits."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
+
+
 def label_of(contender: str) -> str:
     """Return the name in reports of a contender, a computed arm or a method.
 
@@ -101,11 +107,9 @@ class Arm:
 
     @property
     def key(self) -> str:
-        """Return a short name, unique within a cell unless numbers agree to six digits."""
-        if self.cache:
-            return f"{self.contender}@{self.cache:g}"
-        if self.load:
-            return f"{self.contender}@{self.load:g}"
+        """Return a short name, unique within a cell."""
+        if self.cache or self.load:
+            return f"{self.contender}@{exact(self.cache or self.load)}"
         return f"{self.contender}-{self.rank}" if self.rank else self.contender
 
     @property
@@ -136,6 +140,7 @@ class Cell:
     ranks: int = 0  # processes that measure the cell together; 0: device.ranks
     scaling: Scaling = Scaling.weak
     options: dict[str, Any] = field(default_factory=dict)  # options that its kind defines
+    has_exact_key: bool = False  # whether another cell of the run has values of the same six digits
 
     def with_arms(self, *arms: Arm) -> Cell:
         """Return the cell with other arms."""
@@ -145,10 +150,11 @@ class Cell:
     def key(self) -> str:
         """Return a text that identifies the cell within a run, from the values of its axes.
 
-        Values that agree to six digits are not told apart. Stored records are joined by the key, so
-        its form must not change.
+        Values have six digits, unless `has_exact_key`. Stored records are joined by the key, so its
+        form must not change.
         """
-        values = " ".join(f"{axis}={getattr(self.workload, axis):g}" for axis in AXES)
+        spell = exact if self.has_exact_key else "{:g}".format
+        values = " ".join(f"{axis}={spell(getattr(self.workload, axis))}" for axis in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
         return f"{self.section} {values}{world}"
 
@@ -232,7 +238,7 @@ def swept_cells(
         points = [{}, *({axis: value} for axis, values in axes.items() for value in values)]
     else:
         points = [dict(zip(axes, values, strict=True)) for values in _combined(config.design, axes)]
-    cell_keys: set[str] = set()
+    workloads: list[WorkloadConfig] = []
     where_rules = [compile_rule(text) for text in config.where]
     exclude_rules = [compile_rule(text) for text in config.exclude]
     for point in points:
@@ -248,8 +254,8 @@ def swept_cells(
                 arms.append(arm)
         cell = Cell(SWEEP, title_of(workload), workload, tuple(arms), config.tt)
         cell = replace(cell, cache=config.cache, kind=kind, keys=config.keys)
-        if arms and cell.key not in cell_keys:
-            cell_keys.add(cell.key)
+        if arms and workload not in workloads:
+            workloads.append(workload)
             yield cell
 
 

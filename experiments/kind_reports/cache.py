@@ -14,7 +14,7 @@ import math
 import pandas as pd
 
 from experiments.config.schema import AXES
-from experiments.config.sweep import IDEAL_CACHES, SWEEP, label_of
+from experiments.config.sweep import IDEAL_CACHES, SWEEP, Arm, label_of
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Floats, Mark, Scale, curves, percent_scale
 from experiments.report.data import AXIS_NAMES, Run, select
@@ -220,7 +220,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     lines = []
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
-        step = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
+        step = _timed_step(run, Arm(run.subject.contender, cache=group["cache"].iloc[0]).key)
         step_ratio = text.DASH if step is None else text.ratio(step)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step_ratio])

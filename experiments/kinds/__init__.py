@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 
 from experiments.config.schema import Config, Distribution, UsageError
 from experiments.config.sweep import SWEEP, Cell, title_of
@@ -67,8 +68,11 @@ def expand(config: Config) -> list[Cell]:
         cell = cell.with_arms(*{arm.key: arm for arm in cell.arms}.values())
         sized = resolve(cell, sized=find(cell.kind).measurement.makes_tables)
         capped = cap(sized, config)
-        cells.setdefault(capped.key, capped)
-    return list(cells.values())
+        cells.setdefault(dataclasses.replace(capped, has_exact_key=True).key, capped)
+    counts = Counter(cell.key for cell in cells.values())
+    return [
+        dataclasses.replace(cell, has_exact_key=counts[cell.key] > 1) for cell in cells.values()
+    ]
 
 
 def resolve(cell: Cell, *, sized: bool) -> Cell:

@@ -36,8 +36,8 @@ AMOUNT_KEYS = (
     "max_cells",
     "max_ranks",
 )
-# Fields of a cell that are for readers, or depend on the memory of the machine.
-IGNORED_CELL_FIELDS = ("title", "note", "rows_scale")
+# Fields of a cell that are for readers, or depend on other cells or the memory of the machine.
+IGNORED_CELL_FIELDS = ("title", "note", "rows_scale", "has_exact_key")
 
 
 def digest(value: Any) -> str:

@@ -22,7 +22,7 @@ from rich.table import Column, Table
 
 from experiments import kinds
 from experiments.config.schema import AXES, Config, Mode, UsageError, device_kind
-from experiments.config.sweep import SWEEP, Cell, axes_of
+from experiments.config.sweep import SWEEP, Cell, axes_of, exact
 from experiments.contenders import registry
 from experiments.kinds.base import Ranks, Repetition, load
 from experiments.machine import memory
@@ -255,8 +255,12 @@ class JobRunner:
         earlier_records = self.earlier.get((key, replicate))
         if earlier_records and self._has_same_tables(job.cell, earlier_records[0]["rows_scale"]):
             self.num_reused += 1
-            run_id = self.session.run_id
-            changes = {"order": job.order, "cell_number": job.cell_number, "run_id": run_id}
+            changes = {
+                "order": job.order,
+                "cell_number": job.cell_number,
+                "run_id": self.session.run_id,
+                "cell": job.cell.key,  # it depends on the other cells of the run
+            }
             return [
                 {"reused_from": record["run_id"], **record, **changes} for record in earlier_records
             ]
@@ -406,7 +410,7 @@ def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
     }
     measured_values["rank"] = {arm.rank for cell in swept_cells for arm in cell.arms}
     return [
-        f"{axis}={value:g}"
+        f"{axis}={exact(value)}"
         for axis, values in axes_of(config).items()
         if axis != "B" or not config.timing.max_batch  # a capped batch differs from its value
         for value in dict.fromkeys(values)

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import configure, kinds
 from experiments.config.schema import (
+    CacheConfig,
     CaseConfig,
     Config,
     Design,
@@ -21,6 +22,7 @@ from experiments.config.schema import (
 )
 from experiments.config.sweep import SWEEP, arms_of, compile_rule, title_of
 from experiments.kinds import expand
+from experiments.results.identity import point_key
 from experiments.run.jobs import BLOCK_CELLS, job_passes
 
 
@@ -57,6 +59,20 @@ def test_where_excludes_arms_and_then_cells() -> None:
 def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
     cells = expand(config(sweep=SweepConfig(), cases={"mine": CaseConfig(title="mine")}))
     assert [c.section for c in cells] == ["mine"]
+
+
+def test_values_of_the_same_six_digits_are_told_apart() -> None:
+    fractions = [0.1, 0.1000001]
+    swept = {"contenders": ["cached_lru"], "cache": CacheConfig(fractions=fractions)}
+    first, second = expand(config(sweep=SweepConfig(E=[1_000_000, 1_000_001]), **swept))
+    assert (first.workload.E, second.workload.E) == (1_000_000, 1_000_001)
+    assert first.key == "sweep T=1 E=1e+06 D=64 B=1024 L=20 s=1.05 q=0"
+    assert second.key == "sweep T=1 E=1000001 D=64 B=1024 L=20 s=1.05 q=0"
+    assert [arm.key for arm in first.arms] == ["cached_lru@0.1", "cached_lru@0.1000001"]
+    _, alone = expand(config(sweep=SweepConfig(E=[1_000_001]), workload=WorkloadConfig(E=5)))
+    assert alone.key == first.key  # as in stored records
+    shown = dataclasses.replace(second, has_exact_key=False)
+    assert point_key(shown, config()) == point_key(second, config())
 
 
 def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
