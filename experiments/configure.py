@@ -39,13 +39,14 @@ from experiments.config.schema import (
     folder_name,
     require,
 )
-from experiments.config.sweep import COMPUTED_ARMS, ONLY_ARMS, QUALITY_METHODS, SWEEP
+from experiments.config.sweep import COMPUTED_ARMS, ONLY_ARMS, QUALITY_METHODS, SWEEP, Cell
 from experiments.contenders import registry
 from experiments.kinds.base import ContenderType, Ranks, check_contender_types
 from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
 NON_GROUP_FOLDERS = ("hardware",)  # folders of conf/ that a run does not choose from
+NO_TRACE = WorkloadConfig()  # its defaults
 BUDGETS = ("cell_seconds", "total_seconds")  # keys of `timing`, see `_scale_budgets`
 
 
@@ -110,37 +111,59 @@ KEYS_OF_CASES = ("workload", "contenders", "tt", "cache", "keys", "sharding")
 
 
 def _check_effects(config: Config, arguments: Sequence[str]) -> None:
-    """Raise UsageError for words that set a key which this experiment does not read.
+    """Raise UsageError for words that set a key which this experiment, or its case, does not read.
 
     An empty list, such as `sweep.D=[]`, is accepted.
     """
     kind = kinds.find(config.kind)
     cases, swept = kind.cells(dataclasses.replace(config, where=[], exclude=[]))
-    only_arm, arms = kind.arms.only_arm, [arm for cell in swept for arm in cell.arms]
-    has_modes = not all(kinds.find(cell.kind).measurement.modes for cell in cases + swept)
-    is_read = {  # by key or group
-        "gate": config.kind in GATE_KINDS,
-        "sharding": kind.arms.ranks is Ranks.OF_WORLDS,
-        "contenders": not only_arm,
-        "tt": any(arm.rank for arm in arms),
-        "sweep.rank": any(arm.rank for arm in arms),
-        "cache": bool(only_arm) or any(arm.cache for arm in arms),
-        "timing.modes": has_modes,
-        **dict.fromkeys(SWEEP_KEYS, any(cell.section == SWEEP for cell in swept)),
-    }
     for override in parse(arguments):
-        key = override.key_or_group
+        key, name = override.key_or_group, config.name
+        point: Config | CaseConfig = config
+        cells = cases + swept
+        if key.startswith("cases.") and key.count(".") > 1:
+            _, name, key = key.split(".", 2)
+            point, cells = config.cases[name], [cell for cell in cases if cell.section == name]
         group = key.partition(".")[0]
-        if override.value() == []:
+        is_run = point is config
+        if is_run and group in KEYS_OF_CASES and not (group == "cache" and kind.arms.only_arm):
+            cells = swept
+        if override.value() == [] or not (cases + swept if is_run else cells):
             continue
-        reason = ""
-        if not swept and group in KEYS_OF_CASES and not (group == "cache" and only_arm):
+        if not cells:
             reason = f"only cases are measured, and cases.NAME.{key} sets theirs"
-        elif not (is_read.get(key, True) and is_read.get(group, True)):
-            reason = f"{config.name} does not read {key}"
-        if reason:
-            cases_note = f" (cases: {', '.join(config.cases)})" if config.cases else ""
-            raise UsageError(f"'{override.input_line}' changes nothing: {reason}{cases_note}")
+        elif words := _axes_without_effect(point.workload).get(key.removeprefix("workload.")):
+            reason = f"it says nothing about {words}"
+        elif not _is_read(key, kind, cells):
+            reason = f"{name} does not read {key}"
+        else:
+            continue
+        cases_note = f" (cases: {', '.join(config.cases)})" if config.cases and is_run else ""
+        raise UsageError(f"'{override.input_line}' changes nothing: {reason}{cases_note}")
+
+
+def _is_read(key: str, kind: kinds.Kind, cells: Sequence[Cell]) -> bool:
+    """Return whether an experiment of a kind reads a key, or a group, in at least one cell."""
+    cell_kinds = [kinds.find(cell.kind) for cell in cells]
+    arms = [arm for cell in cells for arm in cell.arms]
+    has_ranks = any(arm.rank for arm in arms)
+    is_read = {  # by key or group
+        "gate": kind.name in GATE_KINDS,
+        "sharding": any(kind.arms.ranks is Ranks.OF_WORLDS for kind in cell_kinds),
+        "contenders": not kind.arms.only_arm,
+        "tt": has_ranks,
+        "sweep.rank": has_ranks,
+        "cache": bool(kind.arms.only_arm) or any(arm.cache for arm in arms),
+        "timing.modes": not all(kind.measurement.modes for kind in cell_kinds),
+        **dict.fromkeys(SWEEP_KEYS, any(cell.section == SWEEP for cell in cells)),
+    }
+    if not (is_read.get(key, True) and is_read.get(key.partition(".")[0], True)):
+        return False
+    workload_key = re.sub(r"^sweep\b", "workload", key)
+    return not all(
+        any(f"{workload_key}.".startswith(f"{ignored}.") for ignored in ignorer.measurement.ignores)
+        for ignorer in ([kind] if kind.runner else cell_kinds)
+    )
 
 
 def composed_yaml(arguments: Sequence[str]) -> str:
@@ -448,7 +471,7 @@ def check_values(config: Config) -> None:
             holds=all(map(_is_number_from_0, values)),
         )
     for axis, reason in _axes_without_effect(config.workload).items():
-        if getattr(config.sweep, axis):
+        if getattr(config.sweep, axis, None):
             raise UsageError(
                 f"sweep.{axis} changes nothing about {reason}: leave it out with 'sweep.{axis}=[]'"
             )
@@ -462,6 +485,10 @@ def check_values(config: Config) -> None:
             require(rule, f"{value:g}", holds=is_positive)
         elif isinstance(value, int | float):
             require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
+    for low, high in (("min_rounds", "max_rounds"), ("warmup_seconds", "warmup_cap")):
+        maximum, value = getattr(timing, high), getattr(timing, low)
+        rule = f"timing.{low} must be <= timing.{high}={maximum:g}"
+        require(rule, f"{value:g}", holds=value <= maximum)
     require("seed must be in [0, 2**32)", config.seed, holds=0 <= config.seed < 2**32)
     for name, minimum in (("ranks", 1), ("threads", 0)):
         number = getattr(device, name)
@@ -586,7 +613,7 @@ def _axes_without_effect(workload: WorkloadConfig) -> dict[str, str]:
     elif workload.sizes:
         axes |= dict.fromkeys(("T", "E"), "tables of workload.sizes")
     if workload.distribution is Distribution.trace:
-        axes |= dict.fromkeys(("L", "s", "q"), "a trace")
+        axes |= dict.fromkeys(("L", "s", "q", "order"), "a trace")
     elif workload.distribution is not Distribution.zipf:
         axes |= dict.fromkeys(("s", "q"), f"{workload.distribution.value} ids")
     return axes
@@ -612,8 +639,9 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     require(f"{prefix}workload.sizes must be >= 1", sizes, holds=all(rows >= 1 for rows in sizes))
     if is_trace and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
-    if workload.file and not is_trace:
-        raise UsageError(f"{prefix}workload.file is read by workload=trace only; give both")
+    for name in () if is_trace else ("file", "format", "columns", "ids", "sha256"):
+        if getattr(workload, name) != getattr(NO_TRACE, name):
+            raise UsageError(f"{prefix}workload.{name} is read by workload=trace only; give both")
     if is_trace and workload.tables is not Tables.equal:
         raise UsageError(f"{prefix}workload.tables must be equal: a trace has tables of its own")
     if not (_is_number_from_0(workload.s) and _is_number_from_0(workload.q)):

@@ -371,8 +371,8 @@ class Config:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     design: Design = Design.one_at_a_time
-    where: list[str] = field(default_factory=list)  # rules that every cell must meet
-    exclude: list[str] = field(default_factory=list)  # rules of which a cell must meet none
+    where: list[str] = field(default_factory=list)  # rules that every cell of the sweep must meet
+    exclude: list[str] = field(default_factory=list)  # rules of which such a cell must meet none
     cases: dict[str, CaseConfig] = field(default_factory=dict)
     timing: TimingConfig = field(default_factory=TimingConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from experiments.report.tables import Table, TitledTable
 
 TIME = "time"  # kind of cells whose contenders are timed side by side
-KEYS = "keys"  # kind of cases with `keys.loads`
+KEYS = "keys"  # kind of cases with `keys.loads`; also the group of their settings
+UPDATE_RULE = ("optimizer", "lr")  # keys that a kind without a step ignores
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class Measurement:
         makes_tables: True if tables are built. Then a trace must state their rows, and tables that
             exceed device.memory_share of the free memory are shrunk.
         packages: packages, besides the contenders' packages, whose version changes a result.
+        ignores: keys and groups of the configuration that change nothing; an axis of `workload`
+            stands for that of `sweep` too.
     """
 
     cell: str = ""
@@ -116,6 +119,7 @@ class Measurement:
     modes: tuple[Mode, ...] = ()
     makes_tables: bool = True
     packages: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
 
 
 class Comparability(IntEnum):
@@ -238,7 +242,7 @@ class Kind:
             return case.kind or (KEYS if case.keys.loads else self.cell_kinds.cases or self.name)
 
         cells, only_arm = case_cells(config, kind_of), self.arms.only_arm
-        return [cell.with_arms(Arm(only_arm)) for cell in cells] if only_arm else cells
+        return [cell.with_arms(Arm(only_arm)) for cell in cells if cell.arms] if only_arm else cells
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
         """Raise UsageError for values of `options` that break a rule.

@@ -30,7 +30,10 @@ class Cache(base.Kind):
         contenders=base.ContenderType.BOTH,
     )
     measurement = base.Measurement(
-        "experiments.measure.cache:cache_cell", repetition=base.Repetition.ONCE, modes=(Mode.hot,)
+        "experiments.measure.cache:cache_cell",
+        repetition=base.Repetition.ONCE,
+        modes=(Mode.hot,),
+        ignores=(base.KEYS, *base.UPDATE_RULE),
     )
     reporting = base.Reporting(
         "experiments.kind_reports.cache",

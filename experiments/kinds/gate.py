@@ -15,6 +15,7 @@ class Gate(base.Kind):
     name = "gate"
     cell_kinds = base.CellKinds(sweep=base.TIME)
     runner = "experiments.gate.runner:run"
+    measurement = base.Measurement(ignores=("optimizer", base.KEYS))  # points have optimizers
     reporting = base.Reporting(special_report="experiments.gate.runner:rebuild")
 
     def check(self, config: Config) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.schema import GROWTH_PHASE, OPERATIONS, Mode
+from experiments.config.sweep import Arm
 from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
@@ -27,7 +28,9 @@ class Keys(base.Kind):
     """Answer how many keys per second each operation of a hash table processes."""
 
     name = base.KEYS
-    measurement = base.Measurement("experiments.measure.keys:keys_cell")
+    measurement = base.Measurement(
+        "experiments.measure.keys:keys_cell", ignores=("keys.first", *base.UPDATE_RULE)
+    )
     reporting = base.Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
@@ -44,7 +47,15 @@ class Growth(Keys):
     name = "growth"
     cell_kinds = base.CellKinds(cases="")
     arms = base.ArmRules(contenders=base.ContenderType.KEYED)
-    measurement = base.Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
+    measurement = base.Measurement(
+        "experiments.measure.growth:growth_cell",
+        modes=(Mode.hot,),
+        ignores=(
+            *("workload.s", "workload.q", "workload.distribution"),
+            *("keys.loads", "keys.hits", "keys.operations"),
+            *base.UPDATE_RULE,
+        ),
+    )
     reporting = base.Reporting("experiments.kind_reports.growth")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -72,7 +83,7 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
     return metrics.phase_rows(
         records,
         Keys.name,
-        lambda record: f"{subject}@{record['load']:g}",
+        lambda record: Arm(subject, load=record["load"]).key,
         _row,
         phases_of=lambda group: metrics.sampled_phases(group, ""),
         pooled_base=with_base_samples,

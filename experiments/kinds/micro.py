@@ -27,6 +27,9 @@ class Micro(base.Kind):
     name = "micro"
     cell_kinds = base.CellKinds(sweep=base.TIME)
     runner = "experiments.run.micro:run"
+    measurement = base.Measurement(  # the benchmarks have their own sizes
+        ignores=("workload", "contenders", "tt", "cache", base.KEYS, *base.UPDATE_RULE)
+    )
     reporting = base.Reporting(
         "experiments.kind_reports.micro", comparability=base.Comparability.MACHINES
     )

@@ -60,6 +60,10 @@ class Predictions(base.Kind):
         repetition=base.Repetition.ONCE,
         modes=(Mode.hot,),
         makes_tables=False,
+        ignores=(
+            *("workload.T", "workload.B", "workload.s", "workload.q", "workload.order"),
+            *("tt", "cache", base.KEYS, "lr"),
+        ),
     )
     reporting = base.Reporting(
         "experiments.kind_reports.predictions",

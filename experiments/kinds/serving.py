@@ -52,7 +52,11 @@ class Serving(base.Kind):
         "rounds": base.AT_LEAST_ONE,
     }
     arms = base.ArmRules(contenders=base.ContenderType.SERVED)
-    measurement = base.Measurement("experiments.measure.serving:serving_cell", modes=(Mode.hot,))
+    measurement = base.Measurement(
+        "experiments.measure.serving:serving_cell",
+        modes=(Mode.hot,),
+        ignores=(base.KEYS, *base.UPDATE_RULE),
+    )
     reporting = base.Reporting(
         "experiments.kind_reports.serving",
         comparability=base.Comparability.NOTHING,

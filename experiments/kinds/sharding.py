@@ -75,7 +75,9 @@ class Sharding(OverRanks):
     """Answer what a step over ranks costs, and what the cost model predicts."""
 
     name = "sharding"
-    measurement = base.Measurement("experiments.measure.sharding:sharding_cell")
+    measurement = base.Measurement(
+        "experiments.measure.sharding:sharding_cell", ignores=(base.KEYS,)
+    )
     reporting = base.Reporting(
         "experiments.kind_reports.sharding", comparability=base.Comparability.PROCESSES
     )
@@ -94,6 +96,10 @@ class Calibration(OverRanks):
         "experiments.measure.sharding:calibration_cell",
         repetition=base.Repetition.ONCE,
         modes=(Mode.hot,),
+        ignores=(
+            *("workload", "sharding.scaling", "sharding.beyond", "cache", base.KEYS),
+            *base.UPDATE_RULE,
+        ),
     )
     reporting = base.Reporting(
         "experiments.kind_reports.calibration",

@@ -18,7 +18,7 @@ class Timing(base.Kind):
 
     name = base.TIME
     arms = base.ArmRules(ranks=base.Ranks.OF_RUN)
-    measurement = base.Measurement("experiments.measure.timing:measure_cell")
+    measurement = base.Measurement("experiments.measure.timing:measure_cell", ignores=(base.KEYS,))
     reporting = base.Reporting(
         "experiments.kind_reports.time", comparability=base.Comparability.PROCESSES
     )

@@ -49,6 +49,7 @@ class Trace(base.Kind):
         repetition=base.Repetition.ONCE,
         modes=(Mode.hot,),
         makes_tables=False,
+        ignores=("workload.D", base.KEYS, *base.UPDATE_RULE),
     )
     reporting = base.Reporting(
         "experiments.kind_reports.trace",
