@@ -91,7 +91,8 @@ def _pack(parsed: argparse.Namespace) -> int:
     for note in result.notes:
         print(f"note: {note}")
     size = text.size(result.path.stat().st_size)
-    print(f"{result.path}: {result.num_runs} runs, {result.num_claims} claims, {size}")
+    numbers = f"{text.count(result.num_runs, 'run')}, {text.count(result.num_claims, 'claim')}"
+    print(f"{result.path}: {numbers}, {size}")
     print(f"bundle {result.bundle_id}")
     return 0
 
@@ -119,11 +120,12 @@ def _verify(parsed: argparse.Namespace) -> int:
         for problem in verification.problems:
             print(f"WRONG {problem}")
         runs = verification.description["runs"]
+        num_runs = text.count(len(runs), "run")
         if verification.problems:
-            print(f"{len(verification.problems)} problem(s) in {len(runs)} runs")
+            print(f"{text.count(len(verification.problems), 'problem')} in {num_runs}")
             return 3
-        numbers = f"{verification.num_compared} numbers of {len(runs)} runs"
-        print(f"checksums hold; {numbers} follow from samples")
+        numbers = text.count(verification.num_compared, "number")
+        print(f"checksums hold; {numbers} of {num_runs} follow from samples")
         if not parsed.rerun:
             return 0
         return _rerun(runs, unpacked, Path(folder) / "again", parsed)
@@ -167,7 +169,7 @@ def _rerun(
         _print_findings(result.findings)
         checked_claims += result.findings
     if checked_claims:
-        print(f"\n{len(checked_claims)} claims: {_count_outcomes(checked_claims)}")
+        print(f"\n{text.count(len(checked_claims), 'claim')}: {_count_outcomes(checked_claims)}")
     return _exit_status(checked_claims)
 
 
@@ -199,7 +201,7 @@ def _print_findings(checked_claims: Sequence[CheckedClaim]) -> None:
         if checked_claim.outcome is ClaimOutcome.unmeasured
     )
     for reason, count in reasons.most_common():
-        print(f"  not measured, {count} claims: {reason}")
+        print(f"  not measured, {text.count(count, 'claim')}: {reason}")
     print(f"  {_count_outcomes(checked_claims)}")
 
 

@@ -313,7 +313,8 @@ def _claim_problems(
     if is_strict and rebuilt_claims:
         about, what = next(iter(rebuilt_claims))
         problems.append(
-            f"{len(rebuilt_claims)} claims of the samples were left out: '{what}' of {about}"
+            f"{text.count(len(rebuilt_claims), 'claim')} of the samples left out: "
+            f"'{what}' of {about}"
         )
     return problems
 

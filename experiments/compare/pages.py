@@ -301,7 +301,7 @@ def overview(extra: Sequence[Path] = ()) -> Page:
     )
     return Page(
         name="Published figures",
-        answer=[f"{len(judgements)} figures: {counts}."],
+        answer=[f"{text.count(len(judgements), 'figure')}: {counts}."],
         sections=[
             Section(paragraphs=[OPENING, published.RULE]),
             *[

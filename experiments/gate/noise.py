@@ -16,7 +16,7 @@ from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Request, Rules, Stage
 from experiments.gate.setup import NoiseFloor
 from experiments.paths import ROOT, shown_path
-from experiments.report import document, tables
+from experiments.report import document, tables, text
 from experiments.report.charts import forest
 from experiments.report.document import Section
 from experiments.report.style import COLOURS, Figure
@@ -45,7 +45,9 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         UsageError: the run cannot start.
     """
     if config.dry_run:
-        return setup.print_plan(config, f"{config.gate.floor_pairs} pairs of processes")
+        return setup.print_plan(
+            config, f"{text.count(config.gate.floor_pairs, 'pair')} of processes"
+        )
     start = setup.start_gate(config, words)
     side_folders, store = setup.head_on_both_sides(start, print), start.create()
     begin_s = time.monotonic()
@@ -54,7 +56,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     rules = Rules(num_pairs, num_pairs, dict.fromkeys(names, config.gate.min_effect))
     trial, status = Trial(), "finished"
     with Display(num_pairs) as display:
-        display.say(setup.heading(start, f"{num_pairs} pairs of processes"))
+        display.say(setup.heading(start, f"{text.count(num_pairs, 'pair')} of processes"))
         runner = TrialRunner(
             config, start.device, start.points, rules, side_folders, store, display
         )
@@ -149,7 +151,7 @@ def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> st
     return (
         f"One pair of processes differs from itself by {100 * min_mad:.2g} to "
         f"{100 * points[noisiest_point]['mad']:.2g} % (median, best and worst point: "
-        f"{noisiest_point}); with {pairs} pairs "
+        f"{noisiest_point}); with {text.count(pairs, 'pair')} "
         f"the gate's margins are {100 * min(margins.values()):.2g} to "
         f"{100 * max(margins.values()):.2g} %."
     )

@@ -315,7 +315,7 @@ def _figures(findings: Sequence[PointFinding]) -> list[Figure]:
         "margin, which does not count. Filled: slower or faster, confirmed. Right of 1: slower."
     )
     panel = forest("Times", rows, "head ÷ base")
-    return [Figure("funnel", "Every point", caption, f"{len(rows)} points", [panel])]
+    return [Figure("funnel", "Every point", caption, text.count(len(rows), "point"), [panel])]
 
 
 def junit(findings: Findings, answer: str) -> str:

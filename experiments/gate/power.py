@@ -25,7 +25,7 @@ from experiments.gate import pages, setup
 from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Rules, decide, next_request
 from experiments.paths import shown_path
-from experiments.report import document
+from experiments.report import document, text
 from experiments.report.document import Page, Section, Tile
 from experiments.report.style import COLOURS, GRID, INK, Figure, Panel
 from experiments.report.tables import Table, Value
@@ -62,7 +62,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     if config.gate.inject <= 1 and config.gate.slowed_trials:
         raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
     if config.dry_run:
-        trials = f"{len(schedule(config))} trials of a gate"
+        trials = f"{text.count(len(schedule(config)), 'trial')} of a gate"
         return setup.print_plan(config, f"{trials} of {setup.describe_pairs(config)}")
     start = setup.start_gate(config, words)
     side_folders = setup.head_on_both_sides(start, print)
@@ -72,7 +72,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     rules = Rules.load(store.path) or start.rules
     rules.save(store)
     with Display(len(slowdowns)) as display:
-        display.say(setup.heading(start, f"{len(slowdowns)} trials of the gate"))
+        display.say(setup.heading(start, f"{text.count(len(slowdowns), 'trial')} of the gate"))
         if records:
             display.say(f"continuing {store.path.name}")
         runner = TrialRunner(
@@ -150,7 +150,7 @@ def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
         display.say("interrupted: the same command continues here")
         return "interrupted"
     if num_failures:
-        display.say(f"{num_failures} trials failed; the same command repeats them")
+        display.say(f"{text.count(num_failures, 'trial')} failed; the same command continues")
     return "incomplete" if num_failures else "finished"
 
 
@@ -214,7 +214,8 @@ def format_trial(trial: Outcome) -> str:
         (len(effect["first"]) + len(effect["second"]) for effect in trial["effects"].values()),
         default=0,
     )
-    return f"{change:<12} {'ALARM' if trial['alarm'] else 'quiet':<6} {counts} ({num_pairs} pairs)"
+    alarm = "ALARM" if trial["alarm"] else "quiet"
+    return f"{change:<12} {alarm:<6} {counts} ({text.count(num_pairs, 'pair')})"
 
 
 def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
@@ -326,7 +327,9 @@ def _page(
         f"Unsure of a point in {format_rate(rates['unsure'])} cases without a change.",
         f"At least one point caught in {format_rate(rates['caught_by_gate'])} slowed gates.",
     ]
-    pairs_text = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
+    pairs_text = (
+        f"{text.count(rules.pairs, 'pair')} of processes, up to {rules.max_pairs} where unsure"
+    )
     notices = []
     if config.timing.max_rows:
         notices.append("Smoke run: tiny tables and one pair; the numbers have no meaning.")
@@ -411,6 +414,6 @@ def draw_trials(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figu
         "What every trial measured",
         "A dot is the mean over the first set of pairs of one trial: blue without a change, orange "
         "slowed. Grey: within the margin. Vertical lines: the true effects.",
-        f"{len(trials)} trials",
+        text.count(len(trials), "trial"),
         [Panel("First set of pairs", draw_strips, 8.0, 0.55 * len(names) + 1.2)],
     )

@@ -272,5 +272,5 @@ def print_plan(config: Config, activity: str) -> int:
 def describe_pairs(config: Config) -> str:
     """Return the number of pairs of processes of a gate in words."""
     pairs, max_pairs = config.timing.replicates, config.gate.max_pairs
-    first_set = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"
+    first_set = f"{pairs} to {text.count(max(pairs, max_pairs), 'pair')} of processes"
     return f"{first_set}, and as many again to confirm what looks slower"

@@ -189,7 +189,7 @@ def _unfinished_sentences(run: Run) -> list[str]:
         num_cells = len({record["cell"] for record in run.records})
         ending = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
         sentences.append(
-            f"{ending} after {num_cells} of {run.info.get('cells')} cells; "
+            f"{ending} after {num_cells} of {text.count(int(run.info.get('cells', 0)), 'cell')}; "
             "the same command continues."
         )
     counts_below_plan = [count for count in processes.values() if count < run.planned_processes]

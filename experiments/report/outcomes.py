@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.report import text
 from experiments.report.charts import Square, squares
 from experiments.report.data import Run
 from experiments.report.style import STATUS_COLOURS, Figure, Panel
 from experiments.report.tables import Table, Value
-from experiments.report.text import is_missing
 from experiments.results.metrics import mode_of, replicate_of
 
 STATUS_MEANINGS = {
@@ -72,7 +72,7 @@ def _combine_processes(process_rows: pd.DataFrame) -> dict[str, Any]:
     # empty one, depends on the release of pandas and on pyarrow.
     outcomes = zip(process_rows["status"], process_rows["reason"], strict=True)
     failures = [
-        (status, "" if is_missing(reason) else str(reason))
+        (status, "" if text.is_missing(reason) else str(reason))
         for status, reason in outcomes
         if status != "ok"
     ]
@@ -111,7 +111,7 @@ def outcome_figures(run: Run) -> list[Figure]:
             "outcomes",
             "Outcome of every measurement",
             f"Cells by contenders. {legend}. Reasons are in the table.",
-            f"{len(results)} measurements",
+            text.count(len(results), "measurement"),
             [
                 _map_panel("Outcomes" if len(modes) == 1 else f"Outcomes, {mode}", results_of_mode)
                 for mode, results_of_mode in modes
@@ -178,6 +178,6 @@ def failures_sentence(run: Run) -> str:
     counts = {status: failures[status] for status in known_first if status in failures}
     listed_counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     return (
-        f"{failures.sum()} of {len(statuses)} measurements are incomplete or have no result: "
-        f"{listed_counts}."
+        f"{failures.sum()} of {text.count(len(statuses), 'measurement')} are incomplete or have no "
+        f"result: {listed_counts}."
     )

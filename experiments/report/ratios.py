@@ -51,7 +51,7 @@ def forest_figures(run: Run) -> list[Figure]:
             f"Every ratio to {run.baseline.label}, with its confidence interval",
             f"{interval_note}{band_note}Filled: the interval excludes 1. Left of 1 the contender "
             f"is faster.{cut_note}",
-            f"{run.table['cell'].nunique()} cells",
+            text.count(run.table["cell"].nunique(), "cell"),
             panels,
         )
     ]

@@ -214,7 +214,7 @@ def read_records(path: Path) -> list[Record]:
     Keys have their present names. An incomplete last line is ignored; `append` removes it.
 
     Raises:
-        ValueError: a line is not a JSON object, or points.jsonl.xz is damaged.
+        ValueError: a line is no JSON object or of a later schema, or points.jsonl.xz is damaged.
     """
     source = path / POINTS
     if not source.exists() and has_records(path):
@@ -236,6 +236,11 @@ def read_records(path: Path) -> list[Record]:
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{source.name} line {index + 1} is damaged")
+        if (version := record.get("schema_version", 1)) not in range(1, SCHEMA_VERSION + 1):
+            raise ValueError(
+                f"{source.name} is of schema {version}, and this harness reads up to "
+                f"{SCHEMA_VERSION}: report it with the harness that measured it"
+            )
         records.append(_with_present_names(record))
     return records
 

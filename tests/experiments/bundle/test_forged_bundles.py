@@ -94,7 +94,7 @@ def replaced(ending: str, old: str, new: str) -> Forge:
         (told(lambda run: run.update(device="H100")), "bundle.json says device is H100"),
         (told(lambda run: run.update(code="x")), "bundle.json cannot be read (TypeError"),
         (told(lambda run: run.pop("command")), "REPRODUCE.md does not say"),
-        (told(lambda run: run["claims"].pop()), "1 claims of the samples were left out"),
+        (told(lambda run: run["claims"].pop()), "1 claim of the samples left out"),
         (told(lambda run: run.pop("claims")), "bundle.json cannot be read (KeyError('claims'))"),
     ],
 )

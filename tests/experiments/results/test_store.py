@@ -47,6 +47,13 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
             read_records(tmp_path)
 
 
+def test_records_of_a_later_schema_are_refused(tmp_path: Path) -> None:
+    for version in (99, "2"):
+        (tmp_path / "points.jsonl").write_text(json.dumps({"schema_version": version}) + "\n")
+        with pytest.raises(ValueError, match="report it with the harness that measured it"):
+            read_records(tmp_path)
+
+
 def test_damaged_packed_records_are_a_value_error(tmp_path: Path) -> None:
     RunStore(tmp_path).append({"number": 1})
     pack_records(tmp_path)
