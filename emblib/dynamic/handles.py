@@ -415,9 +415,7 @@ class DynamicTable:
             checkpoint.check_entries(state, index, self._owned_entries(entries, number))
 
         def write(state: DynamicState, index: int, number: int) -> Loaded:
-            owned_entries = self._owned_entries(entries, number)
-            checkpoint.warn_of_expiry(state, {index}, owned_entries.newest_stamp())
-            return checkpoint.set_table_entries(state, index, owned_entries)
+            return checkpoint.set_table_entries(state, index, self._owned_entries(entries, number))
 
         self._map_numbered_shards("set_entries", check)
         return _sum_loaded(self._map_numbered_shards("set_entries", write))

@@ -21,7 +21,7 @@ from emblib.dynamic.dynamic_tables import tables_of
 from emblib.dynamic.handles import DynamicTable
 from emblib.dynamic.keys import range_indices
 from emblib.dynamic.saving import fallback
-from emblib.dynamic.saving.checkpoint import check_entries, set_table_entries
+from emblib.dynamic.saving.checkpoint import check_entries, replace_entries
 from emblib.dynamic.saving.entries import Changes, Entries, Rows
 from emblib.dynamic.saving.table_dumps import ChangeSet, apply_changes
 from emblib.grad_mode import without_gradients
@@ -522,7 +522,8 @@ class DynamicRows:
 
         def write() -> None:
             state, number = self._location.module.state, self._location.index
-            result = set_table_entries(state, number, entries, hash_key=change.hash_key)
+            # Without a warning of other tables of the module, whose records follow.
+            result = replace_entries(state, number, entries, hash_key=change.hash_key)
             fallback.write_rows(state, number, change.fallback)
             if result.left_out:
                 raise LogError(

@@ -24,6 +24,7 @@ from emblib import (
     FrequencyAdmission,
     HostRows,
     KeyedJaggedTensor,
+    checkpoints,
     optim,
 )
 from emblib.dynamic.eviction import EvictionScores, Expiry
@@ -448,6 +449,8 @@ def test_a_load_tells_of_keys_of_other_tables_that_expire(tmp_path: Path) -> Non
         make(2).table_handles()["a"].load(tmp_path / "a")
     with pytest.warns(UserWarning, match=told):
         make(2).table_handles()["a"].set_entries(later["a"].entries())
+    with pytest.warns(UserWarning, match=told):
+        checkpoints.set_table_entries(make(2), "a", later["a"].entries())
     only_a = {key: value for key, value in state_dict.items() if key[:2] not in ("b.", "c.")}
     with pytest.warns(UserWarning, match=told):
         make(2).load_state_dict(only_a, strict=False)
@@ -457,6 +460,32 @@ def test_a_load_tells_of_keys_of_other_tables_that_expire(tmp_path: Path) -> Non
         make(2).table_handles()["b"].load(tmp_path / "b")
         make(25).table_handles()["a"].load(tmp_path / "a")  # keys of 25 steps live at 30
         make(0).table_handles()["a"].load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_keys_without_steps_of_use_count_as_used_at_their_load(
+    tmp_path: Path, eviction: str
+) -> None:
+    def make(num_steps: int) -> DynamicEmbeddingBags:
+        specs = [DynamicSpec(64, 2, name=name, ttl=10, eviction=eviction) for name in "ab"]
+        module = DynamicEmbeddingBags(specs, optim.SGD(0.1))
+        for step in range(num_steps):
+            module(torch.tensor([step, 2]), torch.tensor([0, 1, 2]))
+        return module
+
+    saved = make(3)
+    checkpoints.save_dynamicemb(saved, tmp_path, "a")
+    state_dict = saved.state_dict()
+    kinds = ["keys", "weight", *(["scores"] if eviction == "lfu" else [])]
+    only_a = {f"a.{kind}": state_dict[f"a.{kind}"] for kind in kinds}
+    for load in (
+        lambda module: checkpoints.load_dynamicemb(module, tmp_path, "a"),
+        lambda module: module.load_state_dict(only_a, strict=False),
+    ):
+        module = make(40)
+        load(module)
+        assert module.expire_keys()["a"] == 0
+        assert module.size("a") == 3
 
 
 def test_wrong_times_are_refused() -> None:

@@ -97,8 +97,9 @@ def set_table_entries(
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
     Rows are converted to the dtypes of the table; with the weight alone, states start from their
-    first value. The tick becomes at least the largest stamp, and the eviction log restarts. With a
-    backing store all entries go there, and the fast tier is empty.
+    first value. The tick becomes at least the largest stamp, of which `warn_of_expiry` warns, and
+    the eviction log restarts. With a backing store all entries go there, and the fast tier is
+    empty.
 
     Args:
         state: the tables.
@@ -116,6 +117,23 @@ def set_table_entries(
         ValueError: the entries do not fit; then nothing is changed.
         Exception: the backing store or `report` raised it.
     """
+    warn_of_expiry(state, {state.table_number(table)}, entries.newest_stamp())
+    return replace_entries(
+        state, table, entries, report, hash_key=hash_key, keeps_times=keeps_times
+    )
+
+
+@of_state
+def replace_entries(
+    state: DynamicState,
+    table: int | str,
+    entries: Entries,
+    report: Report | None = None,
+    *,
+    hash_key: int | None = None,
+    keeps_times: bool = False,
+) -> Loaded:
+    """Replace the entries of a table as `set_table_entries` does, without its warning."""
     table = state.table_number(table)
     target = target_of(state, table, hash_key)
     if state.backing is not None:
@@ -346,8 +364,14 @@ def _tensor_problems(state: DynamicState, saved_entries: Mapping[str, Any]) -> I
 
 
 def _entries_in(state: DynamicState, saved_entries: Mapping[str, Tensor]) -> dict[int, Entries]:
-    """Return the entries of the tables whose keys a state dict has."""
+    """Return the entries of the tables whose keys a state dict has.
+
+    Keys without stamps count as used at the tick to which the load sets the clock.
+    """
     entries_by_table = {}
+    tick = max(1, int(saved_entries.get(CLOCK, 0)))
+    if any(f"{name}.keys" not in saved_entries for name in state.table_names):
+        tick = max(tick, state.index.tick)
     for t, name in enumerate(state.table_names):
         columns = {
             kind: saved_entries[f"{name}.{kind}"].detach().cpu()
@@ -356,7 +380,7 @@ def _entries_in(state: DynamicState, saved_entries: Mapping[str, Tensor]) -> dic
         }
         if "keys" not in columns:
             continue
-        stamps = columns.get("stamps", torch.ones_like(columns["keys"]))
+        stamps = columns.get("stamps", torch.full_like(columns["keys"], tick))
         rows: dict[str, Rows] = {
             kind: saved_entries[f"{name}.{kind}"]
             for kind in (*state.table_rows(t), LAST_USES)
@@ -448,7 +472,7 @@ def replace_tables(
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
-            state.table_names[t]: set_table_entries(
+            state.table_names[t]: replace_entries(
                 state, t, new_entries, report_once, hash_key=hash_keys.get(t), keeps_times=True
             )
             for t, new_entries in entries.items()

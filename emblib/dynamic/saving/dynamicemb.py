@@ -150,9 +150,14 @@ def read_dynamicemb(
 
 @of_state
 def set_dynamicemb(state: DynamicState, table: int | str, content: DynamicEmbTable) -> Loaded:
-    """Replace a table by what `read_dynamicemb` returned, and its exact counts if both have any."""
+    """Replace a table by what `read_dynamicemb` returned, and its exact counts if both have any.
+
+    The newest stamp becomes the tick, or a later one: keys do not expire by the steps before.
+    """
     t = state.table_number(table)
-    loaded = set_table_entries(state, t, content.entries)
+    age = max(0, state.index.tick - content.entries.newest_stamp())
+    entries = replace(content.entries, stamps=content.entries.stamps + age)
+    loaded = set_table_entries(state, t, entries)
     if state.scores is not None:  # files with scores of steps have no times of use
         scores = content.entries.scores
         state.scores.continue_steps(t, content.entries.stamps if scores is None else scores, scores)

@@ -16,9 +16,9 @@ from emblib.dynamic.saving.checkpoint import (
     check_hyperparameters,
     child_state,
     hash_keys_in,
+    replace_entries,
     replace_tables,
     set_child_state,
-    set_table_entries,
     table_entries,
     target_of,
     warn_of_expiry,
@@ -512,7 +512,7 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
     def write() -> Loaded:
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is loaded without it
-        loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
+        loaded = replace_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
         fallback.write_rows(state, table, dump.fallback_rows)
         set_child_state(state, dump.other_tensors, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
