@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -30,4 +30,18 @@ def run_uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return disabled_call.call_uncompiled(function, *args, **kwargs)
         return function(*args, **kwargs)
 
+    _skip_own_frames(call)
     return call
+
+
+def _skip_own_frames(function: Any) -> None:
+    """Let the compiler run a frame of `function` as it is, but trace it as part of a caller.
+
+    All wrapped functions have one code object. The compiler would compile its frames once per
+    wrapped function, and soon warn of too many recompilations.
+    """
+    # Of torch: `torch.compiler` has no such function, and its private one imports the compiler.
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT  # noqa: SLF001
+    strategy = frames._FrameExecStrategy(skip, default)  # noqa: SLF001
+    frames.set_code_exec_strategy(function.__code__, strategy)

@@ -27,6 +27,7 @@ from emblib import (
 )
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.ops import autograd
+from emblib.tables.graph_break import run_uncompiled
 from tests import nightly, optimizer_cases
 from tests.tbe_cases import CASES, Case
 
@@ -397,6 +398,17 @@ def test_a_compiled_module_raises_before_it_writes() -> None:
         compiled(indices + 50, offsets)
     assert torch.equal(module.weights, before)
     assert module.step == 0
+
+
+def test_uncompiled_calls_do_not_recompile_each_other() -> None:
+    negate, square = run_uncompiled(lambda x: -x), run_uncompiled(lambda x: x * x)
+
+    def compute(values: Tensor) -> Tensor:
+        return square(negate(values) + 1.0)
+
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        result = torch.compile(compute, backend="eager")(torch.ones(2))
+    assert result.tolist() == [0.0, 0.0]
 
 
 def test_the_compiler_is_loaded_by_those_who_compile() -> None:
