@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -76,8 +76,8 @@ class LogFollower:
         KeyError: the model lacks one of `tables`.
         TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
             is not an int, `tables` is one string, or `run` is not a text or is without `step`.
-        ValueError: a table was pruned or is on disk, two tables have one name, `tables` is empty,
-            there is no sink, or the step is below 0.
+        ValueError: a table was pruned or is on disk, or has an index in shared memory; two tables
+            have one name; `tables` is empty; there is no sink; or the step is below 0.
 
     Example:
         >>> import tempfile
@@ -114,7 +114,7 @@ class LogFollower:
         self.model = model
         self._tables = served_tables(model)
         self._followed_names = None if tables is None else set(tables)
-        self._names = self._tables.keys() if tables is None else set(tables)
+        self._names = set(self._tables if tables is None else tables)
         if self._followed_names is not None and not self._followed_names:
             raise ValueError("tables must name the tables to follow, or be None for all, got none")
         if unknown_names := sorted((self._followed_names or set()) - self._tables.keys()):
@@ -131,6 +131,12 @@ class LogFollower:
         self._has_base = step is not None  # whether the tables began at a step that the caller gave
         self._lock = ReaderLock()
         self._apply_lock = ModuleLock()  # held while the logs are read or applied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a follower is neither copied nor sent to another process: make one there, of tables "
+            "from open_frozen or copy.deepcopy(follower.model)"
+        )
 
     @property
     def step(self) -> int | None:

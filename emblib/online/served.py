@@ -67,7 +67,8 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
 
     Raises:
         TypeError: the model is sharded, or has no tables that rows can describe.
-        ValueError: two tables have one name, a table was pruned, or a float table is on disk.
+        ValueError: two tables have one name, a table was pruned, its index is in shared memory, or
+            a float table is on disk.
     """
     model_tables = find_tables(model)
     if model_tables.num_ranks > 1:
@@ -110,6 +111,12 @@ def _serve_indexed(served: InferenceEmbeddingBags, table: int, name: str) -> Ser
         raise ValueError(
             f"table {name!r} was pruned, and a follower needs all rows: prune a copy from time to "
             "time, or follow the table before it is pruned"
+        )
+    if served.index.is_cpu and served.index.is_shared():
+        raise ValueError(
+            f"table {name!r} has its index in memory that several processes share, as torch sends "
+            "modules to spawned ones: open the frozen file in each process, or follow "
+            "copy.deepcopy(module)"
         )
     return IndexedRows(name, served, table)
 

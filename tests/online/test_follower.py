@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import re
 import shutil
 import threading
@@ -307,6 +308,11 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
         LogFollower(quantised, sink, tables="item")
     with pytest.raises(ValueError, match="was pruned"):
         LogFollower(inference.prune(quantised, {"item": torch.arange(30) < 7}), sink)
+    keyed = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4, name="item")])
+    with pytest.raises(ValueError, match=r"several processes share.* open the frozen file in each"):
+        LogFollower(inference.for_inference(keyed).share_memory(), sink)
+    with pytest.raises(TypeError, match="neither copied nor sent"):
+        pickle.dumps(LogFollower(quantised, sink))
     disk = emblib.TableSpec(30, 4, "item", emblib.Placement.DISK)
     cache = emblib.CacheConfig(directory=str(tmp_path / "disk"))
     with pytest.raises(ValueError, match="on disk"):
