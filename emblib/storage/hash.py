@@ -81,6 +81,8 @@ class Hash(Storage):
     bucket. Fields that are not listed here are options of `DynamicSpec`.
 
     Args:
+        initial_capacity: rows to start with, of the table or of each shard: of a shard at most its
+            capacity. The table grows up to its capacity as keys are inserted. None starts with all.
         backing: store of rows that the device evicts, e.g. `BackingStore(DiskRows(directory))`;
             `num_embeddings` is then the device's capacity over all ranks. The object is a template:
             every shard makes its own store, with a share of the capacity of host memory, or files
@@ -170,7 +172,10 @@ class Hash(Storage):
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
         """Return the spec of a table of this slice; default bounds are those of the whole table."""
-        spec = self.spec(table_slice.num_rows, table_slice.dim, name)
+        storage, num_rows = self, table_slice.num_rows
+        if self.initial_capacity is not None and not table_slice.is_whole:
+            storage = replace(self, initial_capacity=min(self.initial_capacity, num_rows))
+        spec = storage.spec(num_rows, table_slice.dim, name)
         if self.initializer != Uniform():
             return spec
         # Bounds follow from the rows of the whole table, however it is cut.
@@ -201,7 +206,7 @@ class Hash(Storage):
         needs_own_module = (
             self.admission is not None
             or self.backing is not None
-            or self.spec(table_slice.num_rows, 1, "").is_timed
+            or table_slice.spec.is_timed
             or order == "assigned"
             or not autograd.updates_in_backward(optimizer)
         )

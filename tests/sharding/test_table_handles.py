@@ -1,6 +1,7 @@
 """Handles of tables that are sharded by key, against one process with the batches of all ranks."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,10 @@ def test_wrong_settings_raise_on_ranks_without_a_shard_too() -> None:
 def grow_and_shrink(ranks: RankGroup) -> tuple[list[int], int]:
     """Capacities and sizes of a table that grows in advance and shrinks by its parts."""
     config = EmbeddingBagConfig(4096, 4, "user", ["u"], storage=Hash(initial_capacity=32))
+    full = replace(config, storage=Hash(initial_capacity=4096))
+    starts_full = EmbeddingBagCollection([full], optimizer=optim.Adam(0.1))
+    model = DistributedModelParallel(starts_full, ranks, plan={"": {"user": row_wise()}})
+    assert model.tables["user"].capacity() == 4096
     tables = EmbeddingBagCollection([config], optimizer=optim.Adam(0.1))
     model = DistributedModelParallel(tables, ranks, plan={"": {"user": row_wise()}})
     user = model.tables["user"]
