@@ -441,6 +441,7 @@ class _Log:
         """Forget all records; begin again at the oldest one."""
         self._position: str | None = None
         self._last_read: tuple[int, float] | None = None  # sequence and time of a record
+        self._last_run = ""  # of that record
         self.pending: deque[Record] = deque()
         self.newest: BoundaryKey | None = None
         self.has_gap = False
@@ -465,11 +466,14 @@ class _Log:
             if self._last_read == (record.sequence, record.time):
                 self._position = stored.position  # written again by a trainer that saw an error
                 continue
-            if self._last_read is not None and record.sequence != self._last_read[0] + 1:
+            if self._last_read is not None and not self._is_next(record):
                 if not record.is_whole:
                     raise LogError(
                         f"{stored.location} is record {record.sequence}, after "
                         f"{self._last_read[0]}: those between are missing"
+                        if record.run == self._last_run
+                        else f"{stored.location} is of another run than the record before it: the "
+                        "snapshot between is missing"
                     )
                 self.has_gap = True
                 self.pending.clear()
@@ -478,10 +482,19 @@ class _Log:
             if not self.has_skipped and not self._is_pending(record):
                 self.pending.append(record)
             self.newest, num_read = record.key, num_read + 1
+            self._last_run = record.run
             self._position, self._last_read = stored.position, (record.sequence, record.time)
             if num_read >= _MAX_PENDING:
                 break
         return num_read > 0
+
+    def _is_next(self, record: Record) -> bool:
+        """Return whether a record follows the last one that was read."""
+        if self._last_read is None or self.newest is None:
+            return True
+        begins_run = record.kind is RecordKind.SNAPSHOT and record.generation == self.newest[0] + 1
+        is_same_run = record.run == self._last_run
+        return record.sequence == self._last_read[0] + 1 and (begins_run or is_same_run)
 
     def _is_pending(self, record: Record) -> bool:
         """Return whether the newest pending record is `record`."""

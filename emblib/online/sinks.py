@@ -6,6 +6,7 @@ Anywhere else an incomplete record is damage. `RedisSink` adds records to a stre
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -85,6 +86,11 @@ def check_sink(sink: Any) -> Sink:
     return checked_sink
 
 
+def _mark_of(record: bytes) -> str:
+    """Return the checksum of the prefix that a record begins with, which tells segments apart."""
+    return record[PREFIX_BYTES - 4 : PREFIX_BYTES].hex()
+
+
 class DirectorySink:
     """The files of a log in a directory, which trainer and followers share.
 
@@ -112,11 +118,14 @@ class DirectorySink:
         self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
         self._process = os.getpid()  # which opened them; a forked one has copies of the handles
         self._segment_number, self._segment_bytes = 0, 0  # of the last segment
+        self._segment_mark = ""
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
         """See `Sink`; the record is synced to the disk."""
         if self._process != os.getpid():
             self.close()  # what follows finds the lock of the other process
+        if self._lock >= 0:
+            self._check_files()
         if self._lock < 0:
             self._open()
         num_bytes = self._segment_bytes + len(record)
@@ -133,8 +142,22 @@ class DirectorySink:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._segment_bytes)
             raise
+        if not self._segment_bytes:
+            self._segment_mark = _mark_of(record)
         self._segment_bytes += len(record)
-        return f"{self._segment_number}:{self._segment_bytes}"
+        return f"{self._segment_number}:{self._segment_bytes}:{self._segment_mark}"
+
+    def _check_files(self) -> None:
+        """Raise FileNotFoundError if an open file was removed; the next `append` begins another."""
+        files = [file for file in (self._lock, self._file) if file >= 0]
+        if any(os.fstat(file).st_nlink == 0 for file in files):
+            self.close()
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "files of the log were removed while it wrote them; what they had is lost, and "
+                "followers need a snapshot: call snapshot(step) of the change log",
+                str(self.directory),
+            )
 
     def _open(self) -> None:
         """Take the lock of the writer, and cut off the record that the last one left behind."""
@@ -174,33 +197,45 @@ class DirectorySink:
         self._file, self._segment_number, self._segment_bytes = file, self._segment_number + 1, 0
 
     def read(self, after: str | None = None) -> Iterator[StoredRecord]:
-        """See `Sink`; a position behind the end of the log begins with the oldest record.
+        """See `Sink`; a position in another log of the directory begins with the oldest record.
 
         Raises:
             LogError: a record is damaged.
             OSError: a file cannot be read.
         """
         segment_numbers = self._stable_segment_numbers()
-        first_segment, first_byte = map(int, after.split(":")) if after else (0, 0)
-        if segment_numbers and (first_segment, first_byte) > (
-            segment_numbers[-1],
-            self._segment_path(segment_numbers[-1]).stat().st_size,
-        ):
-            first_segment, first_byte = 0, 0  # the directory was emptied, and has another log
+        first_segment, first_byte = 0, 0
+        if after and segment_numbers:
+            segment, byte, mark = after.split(":")
+            if self._has_position(int(segment), int(byte), mark, last_segment=segment_numbers[-1]):
+                first_segment, first_byte = int(segment), int(byte)
         for number in segment_numbers:
             if number >= first_segment:
                 begin = first_byte if number == first_segment else 0
                 yield from self._read_segment(number, begin, is_last=number == segment_numbers[-1])
 
+    def _has_position(self, segment: int, byte: int, mark: str, *, last_segment: int) -> bool:
+        """Return whether the log has a position, or has trimmed its segment.
+
+        If it has not, the directory was emptied, and has another log.
+        """
+        try:
+            with open(self._segment_path(segment), "rb") as file:
+                is_of_log = _mark_of(file.read(PREFIX_BYTES)) == mark
+                return is_of_log and byte <= os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return segment < last_segment
+
     def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[StoredRecord]:
         """Yield the records of one file from `begin` on; stop at one that is being written."""
-        path, offset = self._segment_path(number), begin
+        path, offset, mark = self._segment_path(number), begin, ""
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
             return  # trimmed since it was listed
         with file:
             num_bytes = os.fstat(file.fileno()).st_size
+            mark = _mark_of(file.read(PREFIX_BYTES))
             file.seek(begin)
             while offset < num_bytes:
                 location = f"{path} at byte {offset}"
@@ -217,7 +252,7 @@ class DirectorySink:
                         "the log again, or have the trainer begin another"
                     )
                 offset = end
-                yield StoredRecord(f"{number}:{offset}", data, location)
+                yield StoredRecord(f"{number}:{offset}:{mark}", data, location)
 
     def trim(self, before: str) -> None:
         """See `Sink`; files are deleted, the newest first.

@@ -441,7 +441,7 @@ def test_a_log_without_a_snapshot_needs_a_base(tmp_path: Path) -> None:
 def test_a_directory_that_was_emptied_has_another_log(tmp_path: Path, segment_bytes: int) -> None:
     served = inference.for_inference(_bags())
     follower = LogFollower(served, DirectorySink(tmp_path / "log"))
-    for steps in (5, 2):
+    for steps in (5, 2, 8):
         trained = _bags()
         shutil.rmtree(tmp_path / "log", ignore_errors=True)
         sink = DirectorySink(tmp_path / "log", segment_bytes=segment_bytes)

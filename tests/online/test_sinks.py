@@ -104,6 +104,20 @@ def test_a_directory_keeps_records_in_order(tmp_path: Path) -> None:
     assert sequences(again) == [8, 9]
 
 
+@pytest.mark.parametrize("pattern", ["*.log", "*"])
+def test_a_writer_whose_files_were_removed_says_so(tmp_path: Path, pattern: str) -> None:
+    sink = DirectorySink(tmp_path)
+    sink.append(record(1))
+    for path in tmp_path.glob(pattern):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"were removed while.* call snapshot\(step\)"):
+        sink.append(record(2))
+    sink.append(record(2))
+    assert sequences(sink) == [2]
+    with pytest.raises(BlockingIOError, match="another log writes"):
+        DirectorySink(tmp_path).append(record(3))
+
+
 def test_a_relative_directory_is_that_of_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
