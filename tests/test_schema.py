@@ -27,6 +27,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tbe_update_": tbe.update_,
     "tbe_sample_weight_grad": tbe.sample_weight_grad,
     "hash_find": key_table.HashModel.find,
+    "hash_find_batch": "hash_find, whose reference it has",
     "hash_touch_": "HashModel.touch, then HashModel.misses of reference.hash",
     "hash_grow_": key_table.HashModel.grow,
     "hash_insert_": key_table.HashModel.insert,
@@ -42,6 +43,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_expire_": key_table.HashModel.expire,
     "hash_initial_rows_": hash.initial_rows_,
     "tier_insert_batch_": "hash_insert_batch_, hash_find and tier_swap_, whose references it has",
+    "tier_find_batch_": "hash_find and tier_read, whose references it has",
     "tier_put_": "hash_touch_, hash_insert_, tier_read and tier_write_, whose references it has",
     "tier_swap_": tiers.swap_,
     "tier_read": tiers.read,
@@ -89,10 +91,12 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 # Ops without a CUDA kernel, and why.
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
+    "hash_find_batch": "like hash_insert_batch_",
     "hash_insert_batch_": "a GPU must not wait for the host, which chooses between it and others",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
     "tier_swap_": "on a GPU rows are packed by several ops, since the host waits for them anyway",
     "tier_insert_batch_": "like hash_insert_batch_, and its stores are in host memory",
+    "tier_find_batch_": "like tier_insert_batch_",
     "tier_put_": "a store of rows is in host memory",
     "tier_read": "a store of rows is in host memory",
     "tier_write_": "a store of rows is in host memory",

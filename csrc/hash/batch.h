@@ -43,40 +43,28 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_
   return sign_bits >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
 }
 
-// The arguments of hash_insert_batch_ or tier_insert_batch_, checked. The struct points into the
-// tensors of the caller.
+// A batch of bags of keys and the index of its tables, checked. The struct points into the tensors of
+// the caller.
 //   tensors         the index, see HashIndex
-//   row_buffers, layout, rules  as in hash_initial_rows_
-//   features        int64 [F, 8], see Feature; those of one table have the same row_base
+//   features        int64 [F, 8], see Feature
 //   ids             int64 [n], the key of each lookup
 //   offsets         int32 or int64 [F * B + 1], the bags of the lookups; invalid contents do not
 //                   raise, see has_valid_offsets
 //   tables          int64 [F], the table of each feature
-//   batch_scores    int64 [T] or null, see HashScoring
-struct HashBatchCall {
+struct BagsOfKeys {
   HashIndex index;
-  HashScoring scoring;
-  bool must_compete;  // see parse_must_compete
   FeatureBags bags;
   const Feature* features;  // [F]
   int64_t n, num_bags;      // numbers of positions and of bags
   Tensor offsets;           // int32 [num_bags + 1], a copy of the offsets of the call
   Tensor starts;            // int64 [F + 1], the first position of each feature, then n
-  Tensor miss_offsets;      // int64 [T + 1], see Misses; 0 until MissingKeys writes it
-  Tensor empty;             // int64 [0]
   HashBatch batch;          // its segments are the features
-  InitialRows rows;         // the rows of all tables
   bool has_valid_offsets;   // whether the batch has bags, and offsets ascend from 0 to n. If not,
                             // `starts` is not written and `batch` is not checked
 
-  HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
-                std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
-                const Tensor& offsets_, const Tensor& tables,
-                const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
-                const Tensor& layout, const Tensor& rules)
+  BagsOfKeys(const char* op, const std::vector<Tensor>& tensors, const Tensor& features_,
+             const Tensor& ids, const Tensor& offsets_, const Tensor& tables)
       : index(op, tensors),
-        scoring(op, index, order, batch_scores, ids),
-        must_compete(parse_must_compete(op, insert_policy)),
         bags(op, checked_features(op, features_, ids, offsets_), offsets_, std::nullopt,
              Pooling::kNone, kUnlimited),
         features(feature_array(features_)),
@@ -84,11 +72,7 @@ struct HashBatchCall {
         num_bags(bags.num_bags()),
         offsets(allocate(ids, {num_bags + 1}, ScalarType::Int)),
         starts(allocate(ids, {bags.num_features() + 1})),
-        miss_offsets(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
-        empty(allocate(ids, {0})),
-        batch(op, ids, starts, tables),
-        rows(op,
-             checked_inputs(op, {row_buffers, layout, rules, ids, empty, miss_offsets, empty})) {
+        batch(op, ids, starts, tables) {
     check_same_device(op, "ids", ids, tensors[0]);
     index.check_tables(op);
     const Tensor contiguous = as_contiguous(offsets_);
@@ -113,10 +97,46 @@ struct HashBatchCall {
     check_lookups(op, ids, offsets);
     return features;
   }
+};
+
+// The rows of the tables of a batch, checked; `row_buffers`, `layout` and `rules` are as in
+// hash_initial_rows_.
+struct BatchRows {
+  Tensor miss_offsets;  // int64 [T + 1], see Misses; 0 until MissingKeys writes it
+  Tensor empty;         // int64 [0]
+  InitialRows rows;     // the rows of all tables
+
+  BatchRows(const char* op, std::vector<Tensor>& row_buffers, const Tensor& layout,
+            const Tensor& rules, const Tensor& ids, int64_t num_tables)
+      : miss_offsets(allocate_zeros(ids, {num_tables + 1}, ScalarType::Long)),
+        empty(allocate(ids, {0})),
+        rows(op,
+             checked_inputs(op, {row_buffers, layout, rules, ids, empty, miss_offsets, empty})) {}
+
+ private:
   static const InitialInputs& checked_inputs(const char* op, const InitialInputs& in) {
     in.check(op);
     return in;
   }
+};
+
+// The arguments of hash_insert_batch_ or tier_insert_batch_, checked: those of BagsOfKeys and
+// BatchRows, and
+//   batch_scores    int64 [T] or null, see HashScoring
+// Features of one table have the same row_base.
+struct HashBatchCall : BagsOfKeys, BatchRows {
+  HashScoring scoring;
+  bool must_compete;  // see parse_must_compete
+
+  HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
+                std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
+                const Tensor& offsets_, const Tensor& tables,
+                const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
+                const Tensor& layout, const Tensor& rules)
+      : BagsOfKeys(op, tensors, features_, ids, offsets_, tables),
+        BatchRows(op, row_buffers, layout, rules, ids, index.num_tables),
+        scoring(op, index, order, batch_scores, ids),
+        must_compete(parse_must_compete(op, insert_policy)) {}
 };
 
 // The segments of a batch, sorted by table; those of a table are in ascending order.
@@ -262,20 +282,26 @@ inline bool fits_without_growth(const HashIndex& index, const DistinctKeys& dist
   return true;
 }
 
+// Call `body(t, begin, end)` for ranges of the distinct keys that belong to one table, in parallel.
+template <class Body>
+void parallel_keys(const DistinctKeys& distinct, const Body& body) {
+  const auto num_tables = static_cast<int64_t>(distinct.first_keys.size()) - 1;
+  std::vector<int64_t> tables(num_tables);
+  std::iota(tables.begin(), tables.end(), int64_t{0});
+  parallel_segments(
+      HashBatch(distinct.keys.get(), distinct.first_keys.data(), tables.data(), num_tables), body);
+}
+
 // Begin the batch: advance the clock, find the distinct keys, and update the entries of hits. Write
 // the slot of each distinct key to `slots` [num_keys()], kNoSlot for a missing key.
 inline void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
   const HashIndex& index = call.index;
   const int64_t stamp = ++*index.clock;
-  std::vector<int64_t> tables(index.num_tables);
-  std::iota(tables.begin(), tables.end(), int64_t{0});
-  const HashBatch keys(distinct.keys.get(), distinct.first_keys.data(), tables.data(),
-                       index.num_tables);
-  const HashFindKernels& kernels = hash_find_kernels();
-  parallel_segments(keys, [&](int64_t t, int64_t begin, int64_t end) {
+  parallel_keys(distinct, [&](int64_t t, int64_t begin, int64_t end) {
     const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
                           distinct.uses.get() + begin, index.queues_of(t)};
-    kernels.find(index.table(t), keys.ids + begin, end - begin, &touch, slots + begin);
+    hash_find_kernels().find(index.table(t), distinct.keys.get() + begin, end - begin, &touch,
+                             slots + begin);
   });
 }
 

@@ -1,6 +1,7 @@
-// `hash_insert_batch_` on the CPU: it inserts a training batch and groups its lookups in one call,
-// by the steps of batch.h. It changes the index and the rows exactly as hash_touch_, hash_insert_
-// and hash_initial_rows_ would. It *declines* some batches: then it changes nothing and returns an
+// `hash_find_batch` and `hash_insert_batch_` on the CPU. The first checks the offsets of a batch and
+// finds its keys. The second inserts a training batch and groups its lookups, by the steps of
+// batch.h. It changes the index and the rows exactly as hash_touch_, hash_insert_ and
+// hash_initial_rows_ would. Both *decline* some batches: then they change nothing and return an
 // empty list.
 #include <torch/csrc/stable/library.h>
 
@@ -12,9 +13,23 @@
 namespace emb {
 namespace {
 
+// Find the keys of a batch. Return [offsets, starts, slots]: members of BagsOfKeys, then the slot of
+// each position, int64 [n], -1 for a missing key. Changes nothing.
+//
+// The op declines a batch without bags, and a batch whose offsets do not ascend from 0 to n.
+std::vector<Tensor> hash_find_batch(std::vector<Tensor> tensors, const Tensor& features,
+                                    const Tensor& ids, const Tensor& offsets,
+                                    const Tensor& tables) {
+  const BagsOfKeys call("hash_find_batch", tensors, features, ids, offsets, tables);
+  if (!call.has_valid_offsets) return {};
+  Tensor slots = allocate(ids, {call.n});
+  find_keys(call.index, call.batch, slots.mutable_data_ptr<int64_t>());
+  return {call.offsets, call.starts, slots};
+}
+
 // Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
 // random numbers of initial rows, as in hash_initial_rows_. Return [offsets, starts, slots, rows,
-// segments, lookups, bags, count]; the first two are members of HashBatchCall, the others of
+// segments, lookups, bags, count]; the first two are members of BagsOfKeys, the others of
 // BatchGroups. If keys were missing, the status of the key of each position follows, uint8 [n].
 //
 // The op declines a batch without bags, a batch whose offsets do not ascend from 0 to n or whose
@@ -56,4 +71,7 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, hash_insert_batch_); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, hash_find_batch);
+  EMB_IMPL(m, emb, hash_insert_batch_);
+}

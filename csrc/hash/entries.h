@@ -45,6 +45,14 @@ void parallel_segments(const HashBatch& batch, const Body& body) {
   });
 }
 
+// Write the slot of the key of each position to `slots` [n], kNoSlot for a missing key.
+inline void find_keys(const HashIndex& index, const HashBatch& batch, int64_t* slots) {
+  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+    hash_find_kernels().find(index.table(batch.tables[f]), batch.ids + begin, end - begin, nullptr,
+                             slots + begin);
+  });
+}
+
 // The arrays of the misses of all tables, in memory of the caller. HashInsertion describes them;
 // insert_misses initialises the outputs.
 struct MissArrays {

@@ -30,15 +30,8 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
                  const Tensor& tables) {
   const HashCall call("hash_find", tensors, ids, starts, tables);
   call.check_contents();
-  const HashIndex& index = call.index;
-  const HashBatch& batch = call.batch;
-  Tensor slots = allocate(ids, {batch.n});
-  int64_t* out = slots.mutable_data_ptr<int64_t>();
-  const HashFindKernels& kernels = hash_find_kernels();
-  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
-    kernels.find(index.table(batch.tables[f]), batch.ids + begin, end - begin, nullptr,
-                 out + begin);
-  });
+  Tensor slots = allocate(ids, {call.batch.n});
+  find_keys(call.index, call.batch, slots.mutable_data_ptr<int64_t>());
   return slots;
 }
 

@@ -1,8 +1,9 @@
-// `tier_insert_batch_` on the CPU: it inserts a training batch into tables with backing stores in
-// host memory, by the steps of batch.h. After the insertion it copies the rows of evicted keys out
-// of their slots, and rows of a store into the slots of their keys. It can also change the store:
-// first write the overflow rows of the last batch back to it, and in the end remove the keys that
-// have a slot now, and put the evicted rows into it.
+// `tier_insert_batch_` and `tier_find_batch_` on the CPU, for tables with backing stores in host
+// memory. The first inserts a training batch by the steps of batch.h. After the insertion it copies
+// the rows of evicted keys out of their slots, and rows of a store into the slots of their keys. It
+// can also change the store: first write the overflow rows of the last batch back to it, and in the
+// end remove the keys that have a slot now, and put the evicted rows into it. The second only finds
+// keys, and copies the rows of keys in a store into overflow rows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -35,12 +36,12 @@ struct BatchStores {
   };
   std::vector<Store> stores;
 
-  BatchStores(const char* op, const HashBatchCall& call, const std::vector<Tensor>& indices,
-              const std::vector<Tensor>& records, const std::vector<int64_t>& orders,
-              const std::vector<int64_t>& first_overflow, const std::vector<Tensor>& overflow,
-              bool changes_stores) {
+  BatchStores(const char* op, const HashIndex& index, const InitialRows& table_rows,
+              const std::vector<Tensor>& indices, const std::vector<Tensor>& records,
+              const std::vector<int64_t>& orders, const std::vector<int64_t>& first_overflow,
+              const std::vector<Tensor>& overflow, bool changes_stores) {
     constexpr int64_t kIndexTensors = 6;
-    const int64_t num_tables = call.index.num_tables;
+    const int64_t num_tables = index.num_tables;
     STD_TORCH_CHECK(static_cast<int64_t>(indices.size()) == kIndexTensors * num_tables &&
                         static_cast<int64_t>(records.size()) == num_tables &&
                         static_cast<int64_t>(orders.size()) == num_tables &&
@@ -52,7 +53,7 @@ struct BatchStores {
                     first_overflow.size(), " and ", overflow.size());
     for (int64_t t = 0; t < num_tables; ++t) {
       const auto first = indices.begin() + kIndexTensors * t;
-      PackedRows rows(call.rows.rows_of(t));
+      PackedRows rows(table_rows.rows_of(t));
       const int64_t row_bytes = rows.row_bytes, num_overflow = overflow[t].numel() / 3;
       stores.push_back(
           {HostStore(op, {first, first + kIndexTensors}, records[t], row_bytes, orders[t]),
@@ -60,7 +61,7 @@ struct BatchStores {
            required_array<int64_t>(op, "overflow", overflow[t], 3 * num_overflow, indices[0]),
            num_overflow});
       const Store& store = stores.back();
-      const int64_t slots = call.index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
+      const int64_t slots = index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
       STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.num_slots, op,
                       ": first_overflow must be in [", slots, ", ", store.rows.num_slots,
                       "], from the slots of the table to its rows, got ", first_overflow[t]);
@@ -298,8 +299,8 @@ std::vector<Tensor> tier_insert_batch_(
   const char* op = "tier_insert_batch_";
   const HashBatchCall call(op, tensors, row_buffers, features, ids, offsets, tables, batch_scores,
                            order, insert_policy, layout, rules);
-  const BatchStores stores(op, call, store_indices, records, store_orders, first_overflow, overflow,
-                           changes_stores);
+  const BatchStores stores(op, call.index, call.rows, store_indices, records, store_orders,
+                           first_overflow, overflow, changes_stores);
   if (!call.has_valid_offsets) return {};
   const TableSegments table_segments(call.batch, call.index.num_tables);
   if (!table_segments.is_balanced()) return {};
@@ -354,7 +355,98 @@ std::vector<Tensor> tier_insert_batch_(
   return results;
 }
 
+// Find those keys of table t that have no slot in its store, and copy their rows to the overflow
+// rows, in the order of the keys. `key_slots` has the slot of each distinct key; those of copied
+// rows are written. Return key, stamp and score of the copied rows, int64 [r, 3], or nullopt, with
+// no row copied, if there are more than overflow rows.
+std::optional<Tensor> copy_stored_rows(const BatchStores::Store& store, int64_t t,
+                                       const DistinctKeys& distinct, const Tensor& like,
+                                       int64_t* key_slots) {
+  std::vector<int64_t> keys, key_indices;
+  for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+    if (key_slots[k] != kNoSlot) continue;
+    keys.push_back(distinct.keys[k]);
+    key_indices.push_back(k);
+  }
+  std::vector<int64_t> slots(keys.size());  // in the store
+  store.host.find(keys.data(), static_cast<int64_t>(keys.size()), slots.data());
+  int64_t n = 0;  // the keys with a row in the store come first
+  for (size_t i = 0; i < keys.size(); ++i) {
+    keys[n] = keys[i], key_indices[n] = key_indices[i], slots[n] = slots[i];
+    n += slots[i] != kNoSlot;
+  }
+  if (n > store.rows.num_slots - store.first_overflow) return std::nullopt;
+  Tensor entries = allocate_words(like, {n, 3});
+  auto* const entry = entries.mutable_data_ptr<int64_t>();
+  const Records& records = store.host.records;
+  const auto cost = [&](int64_t i) { return 2 * store.rows.row_bytes * i; };
+  parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < end)
+        prefetch_row(records.at(slots[i + kRowsAhead]), records.record_bytes);
+      entry[3 * i + HashEntry::kKey] = keys[i];
+      std::memcpy(entry + 3 * i + HashEntry::kStamp, records.at(slots[i]), records.head_bytes());
+      store.rows.write(store.first_overflow + i, store.host.row(slots[i]));
+      key_slots[key_indices[i]] = store.first_overflow + i;
+    }
+  });
+  return entries;
+}
+
+// Find the keys of a batch in tables with stores in host memory. Rows of keys that are in a store
+// are copied to overflow rows; nothing else changes. Return [offsets, starts, slots], as
+// hash_find_batch does, with overflow rows as slots; if a key is in no table, these are followed by
+// key, stamp and score of the overflow rows of each table, int64 [r, 3].
+//
+// The op declines a batch that hash_find_batch would decline, a batch whose tables are not balanced
+// (is_balanced), and a batch with more keys in the store of a table than the table has overflow
+// rows. It then returns an empty list; overflow rows may have changed.
+std::vector<Tensor> tier_find_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
+                                     const Tensor& features, const Tensor& ids,
+                                     const Tensor& offsets, const Tensor& tables,
+                                     const Tensor& layout, const Tensor& rules,
+                                     std::vector<Tensor> store_indices, std::vector<Tensor> records,
+                                     std::vector<int64_t> store_orders,
+                                     std::vector<int64_t> first_overflow) {
+  const char* op = "tier_find_batch_";
+  const BagsOfKeys call(op, tensors, features, ids, offsets, tables);
+  const int64_t num_tables = call.index.num_tables;
+  const BatchRows batch_rows(op, row_buffers, layout, rules, ids, num_tables);
+  const std::vector<Tensor> no_overflow(num_tables, batch_rows.empty);
+  const BatchStores stores(op, call.index, batch_rows.rows, store_indices, records, store_orders,
+                           first_overflow, no_overflow, /*changes_stores=*/false);
+  if (!call.has_valid_offsets) return {};
+  const TableSegments table_segments(call.batch, num_tables);
+  if (!table_segments.is_balanced()) return {};
+  const DistinctKeys distinct(call.batch, table_segments, call.index);
+  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
+  parallel_keys(distinct, [&](int64_t t, int64_t begin, int64_t end) {
+    hash_find_kernels().find(call.index.table(t), distinct.keys.get() + begin, end - begin, nullptr,
+                             key_slots.get() + begin);
+  });
+  Tensor slots = allocate(ids, {call.n});
+  std::vector<Tensor> results{call.offsets, call.starts, slots};
+  if (std::find(key_slots.get(), key_slots.get() + distinct.num_keys(), kNoSlot) !=
+      key_slots.get() + distinct.num_keys()) {
+    for (int64_t t = 0; t < num_tables; ++t) {
+      std::optional<Tensor> entries =
+          copy_stored_rows(stores.stores[t], t, distinct, ids, key_slots.get());
+      if (!entries.has_value()) return {};
+      results.push_back(*std::move(entries));
+    }
+  }
+  auto* const out = slots.mutable_data_ptr<int64_t>();
+  parallel_segments(call.batch, [&](int64_t f, int64_t begin, int64_t end) {
+    const int64_t* table_slots = key_slots.get() + distinct.first_keys[call.batch.tables[f]];
+    for (int64_t i = begin; i < end; ++i) out[i] = table_slots[distinct.key_numbers[i]];
+  });
+  return results;
+}
+
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tier_insert_batch_); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, tier_insert_batch_);
+  EMB_IMPL(m, emb, tier_find_batch_);
+}

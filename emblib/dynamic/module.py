@@ -17,12 +17,13 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.attribute_errors import shows_attribute_errors
-from emblib.dynamic import shrinking, training
+from emblib.dynamic import one_op, shrinking, training
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic.dynamic_tables import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.hash_index import check_device
 from emblib.dynamic.keys import as_keys, hash_keys_of
+from emblib.dynamic.one_op import OneOpArguments
 from emblib.dynamic.rows import BatchReads, TrainingUpdate, WeightGradient, check_capacity
 from emblib.dynamic.saving import checkpoint, table_dumps
 from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
@@ -322,8 +323,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         ids = as_keys(indices)
         if per_sample_weights is not None or counts is not None or ids.dim() != 1:
             training.check_batch(ids, per_sample_weights, counts, self.pooling)
-        if counts is None and batch_sizes is None and self._may_train_at_once(offsets):
-            pooled = self._train_at_once(ids, offsets, per_sample_weights)
+        if counts is None and batch_sizes is None and self._may_use_short_call(offsets):
+            trains = self.training and torch.is_grad_enabled() and not self._frozen
+            look_up_at_once = self._train_at_once if trains else self._serve_at_once
+            pooled = look_up_at_once(ids, offsets, per_sample_weights)
             if pooled is not None:
                 return pooled
         refuse_transforms("per_sample_weights", per_sample_weights, ids, offsets, module=self)
@@ -348,13 +351,12 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         is_pooled = self.pooling is not Pooling.NONE
         return out if is_pooled else torch.cat([out.new_zeros(num_padding, out.shape[1]), out])
 
-    def _may_train_at_once(self, offsets: Tensor) -> bool:
-        """Return whether `_train_at_once` may be called for a batch of equal batch sizes.
+    def _may_use_short_call(self, offsets: Tensor) -> bool:
+        """Return whether a batch of equal batch sizes may be given to `_train_at_once` and others.
 
         Offsets that are not a tensor are left to `_make_batch`, which raises.
         """
-        is_training = self.training and torch.is_grad_enabled() and not is_compiling()
-        return is_training and self.include_last_offset and isinstance(offsets, Tensor)
+        return self.include_last_offset and not is_compiling() and isinstance(offsets, Tensor)
 
     @run_uncompiled
     @atomic
@@ -368,11 +370,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         calls, state = self._calls, self.state
         if calls is None or not calls.matches(self):
             calls = self._prepare_calls()
-        is_frozen = self._frozen or self._frozen_tables
-        if is_frozen or not calls.can_insert(state, ids, offsets, sample_weights):
+        if self._frozen_tables or not calls.can_insert(state, ids, offsets, sample_weights):
             return None
         ids = ids.contiguous()
-        inserted = training.insert_in_one_op(state, calls.insertion, ids, offsets)
+        inserted = one_op.insert_in_one_op(state, calls.shared, ids, offsets)
         if inserted is None:
             return None
         slots = inserted.slots
@@ -387,6 +388,26 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             self.output_dtype,
             True,
         )
+
+    @run_uncompiled
+    @atomic
+    def _serve_at_once(
+        self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor | None:
+        """Find the keys of a batch with one op, and look it up without insertion or update.
+
+        Returns None if the tables or the batch need more ops.
+        """
+        calls, state = self._calls, self.state
+        if calls is None or not calls.matches(self):
+            calls = self._prepare_calls()
+        if not calls.can_find(state, ids, offsets, sample_weights):
+            return None
+        found = one_op.find_in_one_op(state, calls.shared, ids.contiguous(), offsets)
+        if found is None:
+            return None
+        reads = state.row_initializer.reads_of_slots(found.keys, found.slots)
+        return calls.look_up(reads, found.offsets, sample_weights, self.output_dtype)
 
     def _make_batch(
         self,
@@ -517,10 +538,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         """Make the shared arguments of calls from the module's current tensors and options."""
         if self._updates_in_backward:
             self._check_not_wrapped([self.weights])
-        insertion = training.InsertionArguments.from_state(
-            self.state, self.features, self.feature_table
-        )
-        self._calls = KeyedCalls(self, self._tiers(), insertion)
+        shared = OneOpArguments.from_state(self.state, self.features, self.feature_table)
+        self._calls = KeyedCalls(self, self._tiers(), shared)
         return self._calls
 
     def _trains(self, forward: recomputation.CheckpointedForward | None) -> bool:

@@ -1,9 +1,10 @@
-"""Training lookups of dynamic tables whose backward is one op, with arguments prepared once.
+"""Lookups of dynamic tables by two ops or, in training, three, with arguments prepared once.
 
 For small batches Python between ops dominates the time. `KeyedCalls` stores the arguments that all
 calls of a module share. `KeyedLookup` looks up, and its backward groups the slots of the batch,
 counts the step and updates the rows in one op. On the CPU one op can also insert the keys of a
-batch (`can_insert`); it groups the lookups too, and backward only updates. Other lookups, e.g. with
+batch (`can_insert`); it groups the lookups too, and backward only updates. Likewise one op finds
+the keys of a lookup that inserts none (`can_find`), and another looks up. Other lookups, e.g. with
 a gradient of the sample weights, use `emblib.ops.autograd`, with the same bits.
 """
 
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from emblib.dynamic.one_op import OneOpArguments, can_find_in_one_op, can_insert_in_one_op
 from emblib.dynamic.rows import BatchReads, TrainingUpdate
 from emblib.dynamic.state import DynamicState
-from emblib.dynamic.training import InsertionArguments, can_insert_in_one_op
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import c_function
@@ -39,18 +40,16 @@ class KeyedCalls:
     Args:
         module: the tables, all in the memory of their device.
         tiers: weights, optimizer states and hyperparameters of the tables.
-        insertion: the arguments of insertions in one op.
+        shared: the arguments of the ops on batches.
 
     Attributes:
         tiers: argument `tiers`.
         rule: how the optimizer changes rows.
-        insertion: argument `insertion`.
+        shared: argument `shared`.
         grad_anchor: scalar of the module that makes autograd call backward.
     """
 
-    def __init__(
-        self, module: FusedTables, tiers: autograd.Tiers, insertion: InsertionArguments
-    ) -> None:
+    def __init__(self, module: FusedTables, tiers: autograd.Tiers, shared: OneOpArguments) -> None:
         self._optimizer, self._buffers = module.optimizer, tuple(module._buffers.values())
         self._weights = module.weights
         self._weights_address = module.weights.data_ptr()
@@ -61,7 +60,7 @@ class KeyedCalls:
         self._features, self._num_features = module.features, module.features.shape[0]
         self._pooling, self._pooling_code = module.pooling, codes.POOLING[module.pooling.value]
         self._total_rows, self._output_dim = module.total_rows, module.output_dim
-        self.insertion, self.grad_anchor = insertion, module.grad_anchor
+        self.shared, self.grad_anchor = shared, module.grad_anchor
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -82,13 +81,32 @@ class KeyedCalls:
     ) -> bool:
         """Return whether one op can insert the keys of a lookup, and another be its backward.
 
+        False if gradients stay on the weights, and where `_can_use_ops` is.
+        """
+        return (
+            self._updates_in_backward
+            and self._can_use_ops(ids, offsets, sample_weights)
+            and can_insert_in_one_op(state)
+        )
+
+    def can_find(
+        self, state: DynamicState, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
+    ) -> bool:
+        """Return whether one op can find the keys of a lookup that inserts none.
+
+        False where `_can_use_ops` is.
+        """
+        return self._can_use_ops(ids, offsets, sample_weights) and can_find_in_one_op(state)
+
+    def _can_use_ops(self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> bool:
+        """Return whether an op can check the offsets of a batch and find or insert its keys.
+
         False on a GPU, where the host does not know the results of the op; in transforms,
         checkpointed regions and `DistributedDataParallel`; and for whatever `can_serve` refuses,
         except different batch sizes, which the caller must exclude.
         """
         return (
-            self._updates_in_backward
-            and self._weights.is_cpu
+            self._weights.is_cpu
             and offsets.dim() == 1
             and 0 < self._num_features < offsets.numel()
             and (offsets.numel() - 1) % self._num_features == 0
@@ -96,7 +114,6 @@ class KeyedCalls:
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
             and recomputation.checkpointed_forward() is None
             and not autograd.is_for_update()
-            and can_insert_in_one_op(state)
         )
 
     def can_serve(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:

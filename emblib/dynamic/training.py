@@ -22,7 +22,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +32,13 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
-from emblib.dynamic.tiers.placements import BatchPlacement, OneOpPlacement
+from emblib.dynamic.tiers.placements import BatchPlacement
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.grad_mode import without_gradients
-from emblib.ops import codes, hash, tiers
+from emblib.ops import hash
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, tables_of
-from emblib.ops.tbe import Groups
 from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Pooling, format_config
 from emblib.tables import optimizer_hooks
@@ -112,141 +110,6 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     if inserted.result is not None:
         _report_failures(state, inserted)
     return inserted
-
-
-# Results of `hash_insert_batch_` without misses: offsets, starts, slots, then the groups.
-_NUM_RESULTS_OF_HITS = 3 + len(Groups._fields)
-
-
-class OneOpInsertion(NamedTuple):
-    """A training batch that one op inserted.
-
-    Attributes:
-        keys: the batch.
-        offsets: int32 `[F * B + 1]`, the offsets of its bags.
-        slots: int64 `[L]`, the slot or overflow row of each key, -1 for none.
-        groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`.
-    """
-
-    keys: Keys
-    offsets: Tensor
-    slots: Tensor
-    groups: list[Tensor]
-
-
-def can_insert_in_one_op(state: DynamicState) -> bool:
-    """Return whether an insertion needs no decision between its steps, so that one op makes it."""
-    return (
-        state.admission is None
-        and (state.backing is None or state.backing.inserts_in_one_op)
-        and state.expiry is None
-        and state.eviction_log is None
-        and state.statistics is None
-        and state.budget is None
-        and not state.on_new_rows
-        and not state.is_deferred
-        and state.row_initializer.reads_zeros
-        and not state.reports_failures
-    )
-
-
-class InsertionArguments(NamedTuple):
-    """Arguments of `hash_insert_batch_` that all batches share, until tensors are replaced.
-
-    Attributes:
-        row_buffers: weights and optimizer states of a state, flat.
-        features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
-        tables: int64 `[F]`, the table of each feature.
-        policy_codes: numbers of the eviction order and insert policy, see `emblib.ops.codes`.
-        initial_values: layout, rules and seed of new rows, see `RowInitializer.arguments`.
-    """
-
-    row_buffers: list[Tensor]
-    features: Tensor
-    tables: Tensor
-    policy_codes: tuple[int, int]
-    initial_values: tuple[Tensor, Tensor, int]
-
-    @classmethod
-    def from_state(
-        cls, state: DynamicState, features: Tensor, tables: Tensor
-    ) -> InsertionArguments:
-        """Return the arguments of a state for batches of these features."""
-        index = state.index
-        return cls(
-            state.row_buffers,
-            features,
-            tables,
-            (codes.HASH_ORDER[index.order], codes.INSERT_POLICY[index.insert_policy]),
-            state.row_initializer.arguments(),
-        )
-
-
-def insert_in_one_op(
-    state: DynamicState, arguments: InsertionArguments, ids: Tensor, offsets: Tensor
-) -> OneOpInsertion | None:
-    """Insert a training batch in one op; return None, with no key changed, if the op cannot.
-
-    Gradients may be enabled: the row buffers are detached, and no other tensor requires a gradient.
-
-    Args:
-        state: the tables, whose lock this thread holds; `can_insert_in_one_op` must hold.
-        arguments: arguments of the state.
-        ids: int64 `[L]`, contiguous.
-        offsets: int32 or int64 `[F * B + 1]`; None is returned if they are invalid.
-
-    Raises:
-        RuntimeError: a table has no score for its keys; nothing is changed.
-        Exception: the backing store raised it.
-    """
-    # Raises before anything is changed.
-    scores = None if state.scores is None else state.scores.batch_scores()
-    index, backing, effects = state.index, state.backing, Effects()
-    if backing is not None:  # raises errors of the last step's moves before this one begins
-        backing.move_rows()
-    op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
-    placement: OneOpPlacement | None = None
-
-    def insert() -> OneOpInsertion | None:
-        nonlocal placement
-        # When run again, `call_once` ignores its arguments, so the store need not make them again.
-        store_arguments = () if backing is None or len(effects) else backing.begin_batch()
-        effects.restart()
-        index.begin_insertion(effects)
-        results = effects.call_once(
-            op,
-            index.tensors(),
-            arguments.row_buffers,
-            arguments.features,
-            ids,
-            offsets,
-            arguments.tables,
-            scores,
-            *arguments.policy_codes,
-            *arguments.initial_values,
-            *store_arguments,
-        )
-        if not results:
-            return None
-        offsets32, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
-        miss_results = results[_NUM_RESULTS_OF_HITS:]
-        keys = Keys(ids, starts, arguments.tables)
-        inserted = InsertedBatch(slots)
-        if miss_results:
-            inserted = InsertedBatch(slots, status=miss_results[0])
-            if backing is not None:
-                if placement is None:
-                    placement = backing.one_op_placement(miss_results)
-                backing.record_one_op(placement)
-            index.end_insertion(keys, inserted)
-        if state.scores is not None:
-            state.scores.advance(effects)
-        state.last_batch = LastBatch(inserted, keys, version_of(ids))
-        if miss_results and backing is not None:
-            backing.start_moves()
-        return OneOpInsertion(keys, offsets32, slots, groups)
-
-    return state.lock.complete(insert, lambda: not len(effects))
 
 
 class BatchInsertion:

@@ -34,6 +34,10 @@ one device. Wrong input raises RuntimeError before anything changes; on a GPU th
 tensors are not checked.
 
 - `find(index, *batch)` returns the slot of every position, int64 `[L]`
+- `find_batch(index, features, ids, offsets, tables)`, on the CPU only, checks the offsets of a
+  batch, too. `features` and `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is the
+  table of each feature. Returns offsets (int32), starts and slots of the batch; an empty list if
+  there is no bag or if offsets are invalid
 - `touch_(index, *batch, counts, batch_scores, order)` also records the uses: `counts` int64 `[L]`
   are the uses of each position, None for one each; `batch_scores` int64 `[T]` is the score that
   order "assigned" gives keys of a table; other orders ignore it. Returns the slots, then the fields
@@ -49,12 +53,10 @@ tensors are not checked.
 - `insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
   insert_policy, layout, rules, seed)`, on the CPU only, is a training step in one call: it touches
   and inserts the keys of a batch, admits all of them, and writes their initial rows as
-  `initial_rows_` does. `features`, `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is
-  the table of each feature. Returns offsets (int32), starts and slots of the batch, then the fields
-  of `emblib.ops.tbe.Groups`, whose rows do not ascend here. If keys were missing, it also returns
-  the status of every position. Returns an empty list, and changes nothing, if there is no bag, if
-  offsets are invalid, if a table may have to grow, or if a table has too many lookups for one
-  thread
+  `initial_rows_` does. Returns the results of `find_batch`, then the fields of
+  `emblib.ops.tbe.Groups`, whose rows do not ascend here. If keys were missing, it also returns the
+  status of every position. Returns an empty list, and changes nothing, where `find_batch` does, if
+  a table may have to grow, or if a table has too many lookups for one thread
 - `erase_(index, *batch)` removes keys and returns by position the slot that it emptied, -1 if the
   key is missing or an earlier position has removed it
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of these buckets that
@@ -227,6 +229,7 @@ class InsertedBatch(NamedTuple):
 MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED, STORED = map(int, InsertStatus)
 
 hash_find = torch.ops.emblib.hash_find.default
+hash_find_batch = torch.ops.emblib.hash_find_batch.default  # on the CPU only
 hash_touch_ = torch.ops.emblib.hash_touch_.default
 hash_grow_ = torch.ops.emblib.hash_grow_.default
 hash_insert_ = torch.ops.emblib.hash_insert_.default
@@ -266,6 +269,14 @@ def wanted_buckets(num_keys: int, num_buckets: int, max_buckets: int, load_1024t
 @torch.library.register_fake("emblib::hash_find")
 def _(index: list[Tensor], ids: Tensor, starts: Tensor, tables: Tensor) -> Tensor:
     return torch.empty_like(ids)
+
+
+@torch.library.register_fake("emblib::hash_find_batch")
+def _(
+    index: list[Tensor], features: Tensor, ids: Tensor, offsets: Tensor, tables: Tensor
+) -> list[Tensor]:
+    int32_offsets = torch.empty_like(offsets, dtype=torch.int32)
+    return [int32_offsets, ids.new_empty(features.shape[0] + 1), torch.empty_like(ids)]
 
 
 @torch.library.register_fake("emblib::hash_touch_")
@@ -340,8 +351,8 @@ def _(
 
     num_ids = ids.numel()
     groups = [torch.empty_like(ids), ints(num_ids + 1), ints(num_ids), ints(num_ids), ints(1)]
-    starts = ids.new_empty(features.shape[0] + 1)
-    return [ints(offsets.numel()), starts, torch.empty_like(ids), *groups]
+    found: list[Tensor] = hash_find_batch(index, features, ids, offsets, rest[0])
+    return [*found, *groups]
 
 
 @torch.library.register_fake("emblib::hash_erase_")

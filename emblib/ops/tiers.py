@@ -26,6 +26,13 @@ tier into a packed matrix, and from the matrix into the other tier.
   `changes_stores`. Returns an empty list, with nothing changed, if it cannot process the batch;
   else the first eight results of `hash_insert_batch_` and, if keys were missing or overflow rows
   put, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
+- `tier_find_batch_(index, row_buffers, features, ids, offsets, tables, layout, rules,
+  store_indices, records, store_orders, first_overflow)` finds the keys of a batch in such tables,
+  and copies the rows of keys that are only in the store into overflow rows. Returns the results of
+  `hash_find_batch`, and, if a key was in no table, keys, stamps and scores of the overflow rows of
+  each table, int64 `[r, 3]`. Returns an empty list, with overflow rows in any state, where
+  `hash_find_batch` does, if a table has more such keys than overflow rows, or too many lookups for
+  one thread
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
   distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. If both buckets of a key are full,
@@ -45,7 +52,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.ops.hash import hash_insert_batch_
+from emblib.ops.hash import hash_find_batch, hash_insert_batch_
 
 
 class InsertedMisses(NamedTuple):
@@ -86,6 +93,7 @@ class SwappedMisses(NamedTuple):
 
 tier_swap_ = torch.ops.emblib.tier_swap_.default
 tier_insert_batch_ = torch.ops.emblib.tier_insert_batch_.default
+tier_find_batch_ = torch.ops.emblib.tier_find_batch_.default
 tier_put_ = torch.ops.emblib.tier_put_.default
 tier_read = torch.ops.emblib.tier_read.default
 tier_write_ = torch.ops.emblib.tier_write_.default
@@ -125,6 +133,20 @@ def _(
     results: list[Tensor] = hash_insert_batch_(
         index, row_buffers, features, ids, offsets, *rest[:7]
     )
+    return results
+
+
+@torch.library.register_fake("emblib::tier_find_batch_")
+def _(
+    index: list[Tensor],
+    row_buffers: list[Tensor],
+    features: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    tables: Tensor,
+    *rest: Any,
+) -> list[Tensor]:
+    results: list[Tensor] = hash_find_batch(index, features, ids, offsets, tables)
     return results
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, Pooling, Precision, optim
-from emblib.dynamic import BackingStore, HostRows
+from emblib.dynamic import BackingStore, HostRows, one_op
 from emblib.dynamic.short_calls import KeyedCalls
 from emblib.ops import autograd
 from tests.optimizer_cases import CASES as OPTIMIZER_CASES
@@ -76,6 +76,50 @@ def test_bits_of_the_long_path(
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
 
 
+def served(module: DynamicEmbeddingBags) -> list[Tensor]:
+    """Return outputs of lookups without insertion between training steps, and what they leave."""
+    device, results = module.hyperparams.device, []
+    some = torch.Generator().manual_seed(4)
+    bags = 5 * len(module.feature_tables)
+    offsets = torch.arange(0, 4 * bags + 1, 4, device=device)
+    for step in range(8):
+        ids = torch.randint(0, 150, (4 * bags,), generator=some).to(device)
+        weights = None
+        if module.pooling is not Pooling.NONE and step % 2:
+            weights = torch.rand(4 * bags, generator=some).to(device)
+        pending = module(ids, offsets, weights)
+        with torch.set_grad_enabled(step % 4 == 0):
+            if step % 3:
+                module.eval()
+            elif step % 4 == 0:
+                module.weights.requires_grad_(False)
+            results.append(module((ids + 40) % 200, offsets, weights))
+        module.weights.requires_grad_(True)
+        module.train()
+        pending.sum().backward()
+    return [*results, module.hyperparams.clone(), module.weights.detach().clone()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_lookups_without_training_have_the_bits_of_the_long_path(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def find_in_one_op(*arguments: Any) -> one_op.OneOpBatch | None:
+        result = at_once(*arguments)
+        found.append(result is not None)
+        return result
+
+    at_once = one_op.find_in_one_op
+    monkeypatch.setattr(one_op, "find_in_one_op", find_in_one_op)
+    short = served(make(device, optim.SGD(0.5), **OPTIONS[name]))
+    assert found == [True] * (0 if device.type == "cuda" else 8)
+    monkeypatch.setattr(KeyedCalls, "can_find", lambda *_: False)
+    long = served(make(device, optim.SGD(0.5), **OPTIONS[name]))
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
 def test_long_path_where_more_is_asked(device: torch.device) -> None:
     module = make(device, optim.SGD(1.0))
     ids, offsets = torch.arange(6, device=device), torch.tensor([0, 3, 6], device=device)
@@ -94,7 +138,7 @@ def test_an_insertion_writes_detached_rows(device: torch.device) -> None:
     ids, offsets = torch.arange(6, device=device), torch.tensor([0, 3, 6], device=device)
     assert module(ids, offsets).requires_grad
     assert module._calls is not None
-    buffers = module._calls.insertion.row_buffers
+    buffers = module._calls.shared.row_buffers
     assert buffers[0].data_ptr() == module.weights.data_ptr()
     assert not any(buffer.requires_grad for buffer in buffers)
 

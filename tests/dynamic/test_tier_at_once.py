@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
-from emblib.dynamic import training
+from emblib.dynamic import one_op
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.specs import Eviction
@@ -70,13 +70,13 @@ def test_equals_the_ops_one_by_one(
 ) -> None:
     served: list[bool] = []
 
-    def insert_in_one_op(*arguments: object) -> training.OneOpInsertion | None:
+    def insert_in_one_op(*arguments: object) -> one_op.OneOpBatch | None:
         inserted = at_once(*arguments)  # type: ignore[arg-type]
         served.append(inserted is not None)
         return inserted
 
-    at_once = training.insert_in_one_op
-    monkeypatch.setattr(training, "insert_in_one_op", insert_in_one_op)
+    at_once = one_op.insert_in_one_op
+    monkeypatch.setattr(one_op, "insert_in_one_op", insert_in_one_op)
     module, other = (_module(eviction, mode, store_rows) for _ in range(2))
     for step in range(60):
         ids, offsets = batch(step, 40 if step % 3 else 110)
@@ -159,7 +159,7 @@ def test_rows_that_are_prefetched_at_the_last_moment_do_not_get_old(
 ) -> None:
     """The thread may prefetch rows after the module has chosen the op, before the op runs."""
     chooses_op = False
-    monkeypatch.setattr(BackingTier, "inserts_in_one_op", property(lambda _: chooses_op))
+    monkeypatch.setattr(BackingTier, "is_readable_by_ops", property(lambda _: chooses_op))
     module, other = (_module(Eviction.LFU, mode, 2048) for _ in range(2))
     assert module.state.backing is not None
     for step in range(24):

@@ -234,6 +234,19 @@ def _hash_find(draw: random.Random) -> Call:
     return Call("hash_find", (case.index, *case.batch.keys), check)
 
 
+def _hash_find_batch(draw: random.Random) -> Call:
+    case = _hash(draw)
+    ids, starts, tables = case.batch.keys
+    features = torch.zeros(tables.numel(), len(FeatureColumn), dtype=torch.int64)
+    offsets = starts if draw.random() < 0.5 else starts.int()
+
+    def check(_: Arguments, got: Any) -> None:
+        if got:
+            assert got[2].tolist() == case.model.find(case.batch.positions)
+
+    return Call("hash_find_batch", (case.index, features, ids, offsets, tables), check)
+
+
 def _hash_use(draw: random.Random) -> Call:
     case = _hash(draw)
     model, batch = case.model, case.batch
@@ -507,6 +520,14 @@ def _tier_swap(draw: random.Random) -> Call:
     return Call("tier_swap_", drawn, check)
 
 
+def _empty_stores(num_tables: int, first_overflow: int) -> tuple[Any, ...]:
+    """Return indices, records, orders and first overflow rows of empty stores."""
+    stores = [test_tiers.StoreInMemory(32, Eviction.LRU).index.tensors() for _ in range(num_tables)]
+    records = [torch.zeros(32, 20, dtype=torch.uint8) for _ in range(num_tables)]
+    indices = [tensor for store in stores for tensor in store]
+    return indices, records, [HASH_ORDER["lru"]] * num_tables, [first_overflow] * num_tables
+
+
 def _tier_insert_batch(draw: random.Random) -> Call:
     """Return a batch in front of empty stores, so that no row moves."""
     rows = 1 << 14
@@ -515,14 +536,23 @@ def _tier_insert_batch(draw: random.Random) -> Call:
     num_tables = index[2].shape[0]
     layout = layout.clone()
     layout[:, 0, 2] = rows
-    stores = [test_tiers.StoreInMemory(32, Eviction.LRU).index.tensors() for _ in range(num_tables)]
-    records = [torch.zeros(32, 20, dtype=torch.uint8) for _ in range(num_tables)]
-    indices = [tensor for store in stores for tensor in store]
-    orders, overflow = [HASH_ORDER["lru"]] * num_tables, [rows // 2] * num_tables
     no_rows = [torch.empty(0, 3, dtype=torch.int64)] * num_tables
-    in_store = (indices, records, orders, overflow, no_rows, draw.choice([False, True]))
+    in_store = (*_empty_stores(num_tables, rows // 2), no_rows, draw.choice([False, True]))
     call = (index, [torch.zeros(rows)], *rest, layout, rules, seed, *in_store)
     return Call("tier_insert_batch_", call, plain.check)
+
+
+def _tier_find_batch(draw: random.Random) -> Call:
+    """Return a batch in front of empty stores, so that no row is copied."""
+    rows = 1 << 14
+    plain, inserting = _hash_find_batch(draw), _hash_insert_batch(draw)
+    index, *batch = plain.arguments
+    num_tables = index[2].shape[0]
+    layout = torch.zeros(num_tables, 1, 5, dtype=torch.int64)
+    layout[:, 0, 1:4] = torch.tensor([1, rows, 1])
+    rules = inserting.arguments[10][:1].expand(num_tables, -1, -1).contiguous()
+    call = (index, [torch.zeros(rows)], *batch, layout, rules)
+    return Call("tier_find_batch_", (*call, *_empty_stores(num_tables, rows // 2)), plain.check)
 
 
 def _tier_put(draw: random.Random) -> Call:
@@ -573,6 +603,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_flush_": _cache_flush,
     "cache_prefetch_": _cache_prefetch,
     "hash_find": _hash_find,
+    "hash_find_batch": _hash_find_batch,
     "hash_touch_": _hash_use,
     "hash_grow_": _hash_grow,
     "hash_insert_": _hash_place,
@@ -587,6 +618,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
     "tier_insert_batch_": _tier_insert_batch,
+    "tier_find_batch_": _tier_find_batch,
     "tier_put_": _tier_put,
     "tier_swap_": _tier_swap,
     "tier_read": _tier_read,

@@ -1,4 +1,4 @@
-"""`hash_insert_batch_`: index, rows and groups that the ops one by one make."""
+"""Ops on whole batches: index, rows, slots and groups that the ops one by one make."""
 
 from collections.abc import Iterator
 
@@ -64,6 +64,12 @@ class Tables:
         )
         return results
 
+    def find(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+        results: list[Tensor] = hash.hash_find_batch(
+            self.index.tensors(), self.features, ids, offsets, FEATURE_TABLES
+        )
+        return results
+
     def one_by_one(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
         """Return slots, status and groups."""
         starts = offsets[:: (offsets.numel() - 1) // len(FEATURE_TABLES)].long().contiguous()
@@ -110,8 +116,11 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
     for step, (ids, offsets) in enumerate(batches):
         scores = torch.tensor([step % 7, 3 - step % 5]) if first.index.order == "assigned" else None
         torch.set_num_threads(1 + step % 3)
+        found = first.find(ids, offsets)
         results = first.at_once(ids, offsets, scores)
         torch.set_num_threads(threads)
+        keys = hash.Keys(ids, results[1], FEATURE_TABLES)
+        assert all(map(torch.equal, found, (*results[:2], second.index.find(keys))))
         slots, status, *groups = second.one_by_one(ids, offsets, scores)
         repaired, starts, mine, *rest = results
         assert repaired.tolist() == offsets.tolist()
@@ -150,6 +159,7 @@ def test_does_not_serve_what_needs_the_host() -> None:
     ids, offsets = torch.arange(6), torch.tensor([0, 2, 4, 6])
     for wrong in ([0, 2, 4, 5], [1, 2, 4, 6], [0, 4, 2, 6], [0, -2, 4, 6], [0, 2, 4, 2**33]):
         before = [tensor.clone() for tensor in tables.index.tensors()]
+        assert tables.find(ids, torch.tensor(wrong)) == []
         assert tables.at_once(ids, torch.tensor(wrong), None) == []
         assert all(map(torch.equal, before, tables.index.tensors()))
     tables.specs = [DynamicSpec(640, DIM, initial_capacity=32) for _ in range(2)]
@@ -160,6 +170,8 @@ def test_does_not_serve_what_needs_the_host() -> None:
     assert all(map(torch.equal, before, tables.index.tensors()))
     with pytest.raises(RuntimeError, match="ids must be int64"):
         tables.at_once(ids.int(), offsets, None)
+    with pytest.raises(RuntimeError, match="ids must be int64"):
+        tables.find(ids.int(), offsets)
     tables.rows = [rows[:9] for rows in tables.rows]
     with pytest.raises(RuntimeError, match="layout must place the rows"):
         tables.at_once(ids, offsets, None)
@@ -174,6 +186,10 @@ def test_opcheck() -> None:
     # It returns a list and mutates: compiled code does not call it.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.emblib.hash_insert_batch_.default, arguments, test_utils=checks)
+    find_arguments = (tables.index.tensors(), tables.features, ids, offsets, FEATURE_TABLES)
+    torch.library.opcheck(
+        torch.ops.emblib.hash_find_batch.default, find_arguments, test_utils=checks
+    )
     stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
     records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
     indices = [tensor for store in stores for tensor in store]
@@ -187,6 +203,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(
         torch.ops.emblib.tier_insert_batch_.default, (*arguments, *in_store), test_utils=checks
     )
+    found_in = (arguments[0], tables.rows, *batch[:4], *tables.initial[:2], *in_store[:4])
+    torch.library.opcheck(torch.ops.emblib.tier_find_batch_.default, found_in, test_utils=checks)
 
 
 class TablesWithStores(Tables):
@@ -224,6 +242,22 @@ class TablesWithStores(Tables):
         first, width = 10, len(tiers.SwappedMisses._fields)
         swapped = [results[i : i + width] for i in range(first, len(results), width)]
         return results[:3] + results[8:first], [tiers.SwappedMisses(*parts) for parts in swapped]
+
+    def find_in_stores(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+        results: list[Tensor] = tiers.tier_find_batch_(
+            self.index.tensors(),
+            self.rows,
+            self.features,
+            ids,
+            offsets,
+            FEATURE_TABLES,
+            *self.initial[:2],
+            [tensor for store in self.stores for tensor in store.tensors()],
+            self.records,
+            [self.store_order] * 2,
+            [64, 160],
+        )
+        return results
 
     def write_back(self, overflow: list[Tensor]) -> list[int]:
         """Put overflow rows into the stores; return how many rows each store dropped."""
@@ -295,6 +329,57 @@ def test_the_op_changes_stores_as_puts_do(
     assert min(num_dropped, num_refused, num_dropped_for_overflow) >= 10
 
 
+def test_rows_in_stores_are_found_in_overflow_rows(thread_counts: list[int]) -> None:
+    """Slots and entries of a program of dictionaries; the index and the stores do not change."""
+    tables = TablesWithStores(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, Eviction.LFU)
+    no_overflow = [torch.empty(0, 3, dtype=torch.int64)] * 2
+    num_stored = 0
+    for step, (ids, offsets) in enumerate(_batches(60, 60, seed=5)):
+        torch.set_num_threads(thread_counts[step % len(thread_counts)])
+        tensors = [*tables.index.tensors(), *tables.records]
+        tensors += [tensor for store in tables.stores for tensor in store.tensors()]
+        before = [tensor.clone() for tensor in tensors]
+        results = tables.find_in_stores(ids, offsets)
+        assert all(map(torch.equal, before, tensors))
+        starts = offsets[:: len(offsets) // 3].tolist()
+        table_of = [t for f, t in enumerate([1, 0, 1]) for _ in range(starts[f + 1] - starts[f])]
+        keys = hash.Keys(ids, torch.tensor(starts), FEATURE_TABLES)
+        want, stored = tables.index.find(keys).tolist(), [dict[int, int](), dict[int, int]()]
+        in_store = [store.find(hash.Keys.from_ids(ids)).tolist() for store in tables.stores]
+        for i, (key, t) in enumerate(zip(ids.tolist(), table_of, strict=True)):
+            if want[i] < 0 and in_store[t][i] >= 0:
+                stored[t].setdefault(key, in_store[t][i])
+                want[i] = (64, 160)[t] + list(stored[t]).index(key)
+        num_stored += sum(map(len, stored))
+        assert [tensor.tolist() for tensor in results[:3]] == [offsets.tolist(), starts, want]
+        _check_copies(tables, results[3:], stored)
+        tables.insert(ids, offsets, no_overflow, changes_stores=True)
+    assert num_stored > 500
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
+
+
+def _check_copies(
+    tables: TablesWithStores, entries: list[Tensor], stored: list[dict[int, int]]
+) -> None:
+    """Check entries and overflow rows; `stored` maps keys to slots of the store, by table."""
+    for t, (first_row, slots_of_keys) in enumerate(zip((64, 164 + 160), stored, strict=True)):
+        if not entries:
+            assert not slots_of_keys
+            continue
+        records = tables.records[t][list(slots_of_keys.values())]
+        words = records[:, :16].contiguous().view(torch.int64)
+        assert entries[t].tolist() == [
+            [key, *pair] for key, pair in zip(slots_of_keys, words.tolist(), strict=True)
+        ]
+        rows = slice(first_row, first_row + len(slots_of_keys))
+        weights = _as_bytes(tables.rows[0].view(-1, DIM)[rows])
+        states = _as_bytes(tables.rows[1].view(-1, 1)[rows])
+        assert torch.equal(torch.cat([weights, states], dim=1), records[:, 16:])
+
+
 @pytest.mark.parametrize(
     ("number", "value", "message"),
     [
@@ -328,4 +413,7 @@ def test_wrong_stores_raise_before_anything_changes(
     before = [tensor.clone() for tensor in tables.index.tensors()]
     with pytest.raises(RuntimeError, match=message):
         tiers.tier_insert_batch_(*arguments, *in_store)
+    if number < 4:
+        with pytest.raises(RuntimeError, match=message):
+            tiers.tier_find_batch_(*arguments[:6], *tables.initial[:2], *in_store[:4])
     assert all(map(torch.equal, before, tables.index.tensors()))

@@ -269,16 +269,16 @@ class BackingTier:
     # Batches that one op inserts
 
     @property
-    def inserts_in_one_op(self) -> bool:
-        """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`."""
+    def is_readable_by_ops(self) -> bool:
+        """Return whether the ops on batches can read the store: all rows are in a `HostRows`."""
         return self._is_host_rows and not self.store.has_rows_in_memory
 
     def begin_batch(self) -> tuple[Any, ...]:
         """Return the last arguments of `tier_insert_batch_`, from `store_indices` on.
 
         The op changes the stores, and so writes overflow rows back, unless the store's thread is to
-        do that, may use them now, or has prefetched rows since `inserts_in_one_op` was read: the op
-        would leave copies of their old values in memory. Then overflow rows are written back here.
+        do that, may use them now, or has prefetched rows since `is_readable_by_ops` was read: the
+        op would leave copies of their old values in memory. Then they are written back here.
         """
         store = self.store.wrapped_store
         assert isinstance(store, HostRows)
@@ -531,14 +531,13 @@ class BackingTier:
             RuntimeError: a table has more such keys than overflow rows.
         """
         slots = self.fast.index.find(keys)
-        is_missing = slots < 0
-        if not bool(is_missing.any()):
+        missing = (slots < 0).nonzero().view(-1)
+        if not missing.numel():
             return slots
-        self.write_back()
-        self.generation += 1
-        tables = tables_of(keys)
-        for t in range(len(self._row_bytes)):
-            positions = (is_missing & (tables == t)).nonzero().view(-1)
+        self.drop_overflow_rows()
+        tables = tables_of(keys)[missing]
+        for t in tables.unique().tolist():
+            positions = missing[tables == t]
             distinct_keys, groups = keys.ids[positions].cpu().unique(return_inverse=True)
             found_rows = self._read_alive(t, distinct_keys)
             self._check_overflow(t, found_rows.positions.numel())
@@ -550,6 +549,17 @@ class BackingTier:
             slots[positions] = overflow_slots[groups].to(slots.device)
             self._overflow[t] = torch.stack(found_rows.rows[:3], dim=1)
         return slots
+
+    def begin_search(self) -> tuple[Any, ...]:
+        """Return the last arguments of `tier_find_batch_`; earlier copies become invalid."""
+        self.drop_overflow_rows()
+        store = self.store.wrapped_store
+        assert isinstance(store, HostRows)
+        return *store.op_arguments(is_changed=False), self._first_overflow
+
+    def record_search(self, overflow: list[Tensor]) -> None:
+        """Record the overflow rows that `tier_find_batch_` has written, int64 `[r, 3]` by table."""
+        self._overflow = overflow
 
     @without_gradients
     def write_back(self) -> None:

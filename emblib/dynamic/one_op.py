@@ -1,0 +1,193 @@
+"""Batches of dynamic tables whose keys one op finds or inserts, on the CPU.
+
+`insert_in_one_op` makes a training step of `emblib.dynamic.training` that needs no decision between
+its steps; `find_in_one_op` makes the search of a lookup that inserts nothing. Both return None for
+batches with invalid offsets and others that the op declines; the callers then use several ops.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from emblib.dynamic.state import DynamicState, LastBatch
+from emblib.dynamic.tiers.placements import OneOpPlacement
+from emblib.ops import codes, hash, tiers
+from emblib.ops.effects import Effects
+from emblib.ops.hash import InsertedBatch, Keys
+from emblib.ops.tbe import Groups
+from emblib.tables.parameters import version_of
+
+_NUM_RESULTS_OF_SEARCH = 3  # offsets, starts and slots
+# Results of `hash_insert_batch_` without misses: these, then the groups.
+_NUM_RESULTS_OF_HITS = _NUM_RESULTS_OF_SEARCH + len(Groups._fields)
+
+
+class OneOpBatch(NamedTuple):
+    """A batch whose keys one op found or inserted.
+
+    Attributes:
+        keys: the batch.
+        offsets: int32 `[F * B + 1]`, the offsets of its bags.
+        slots: int64 `[L]`, the slot or overflow row of each key, -1 for none.
+        groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`; None if the op only found
+            the keys.
+    """
+
+    keys: Keys
+    offsets: Tensor
+    slots: Tensor
+    groups: list[Tensor] | None
+
+
+def can_insert_in_one_op(state: DynamicState) -> bool:
+    """Return whether an insertion needs no decision between its steps, so that one op makes it."""
+    return (
+        state.admission is None
+        and (state.backing is None or state.backing.is_readable_by_ops)
+        and state.expiry is None
+        and state.eviction_log is None
+        and state.statistics is None
+        and state.budget is None
+        and not state.on_new_rows
+        and not state.is_deferred
+        and state.row_initializer.reads_zeros
+        and not state.reports_failures
+    )
+
+
+def can_find_in_one_op(state: DynamicState) -> bool:
+    """Return whether one op can find the keys of a batch, also those in a backing store."""
+    return state.backing is None or (state.backing.is_readable_by_ops and state.expiry is None)
+
+
+class OneOpArguments(NamedTuple):
+    """Arguments of the ops on batches that all batches share, until tensors are replaced.
+
+    Attributes:
+        row_buffers: weights and optimizer states of a state, flat.
+        features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
+        tables: int64 `[F]`, the table of each feature.
+        policy_codes: numbers of the eviction order and insert policy, see `emblib.ops.codes`.
+        initial_values: layout, rules and seed of new rows, see `RowInitializer.arguments`.
+    """
+
+    row_buffers: list[Tensor]
+    features: Tensor
+    tables: Tensor
+    policy_codes: tuple[int, int]
+    initial_values: tuple[Tensor, Tensor, int]
+
+    @classmethod
+    def from_state(cls, state: DynamicState, features: Tensor, tables: Tensor) -> OneOpArguments:
+        """Return the arguments of a state for batches of these features."""
+        index = state.index
+        return cls(
+            state.row_buffers,
+            features,
+            tables,
+            (codes.HASH_ORDER[index.order], codes.INSERT_POLICY[index.insert_policy]),
+            state.row_initializer.arguments(),
+        )
+
+
+def insert_in_one_op(
+    state: DynamicState, arguments: OneOpArguments, ids: Tensor, offsets: Tensor
+) -> OneOpBatch | None:
+    """Insert a training batch in one op; return None, with no key changed, if the op cannot.
+
+    Gradients may be enabled: the row buffers are detached, and no other tensor requires a gradient.
+
+    Args:
+        state: the tables, whose lock this thread holds; `can_insert_in_one_op` must hold.
+        arguments: arguments of the state.
+        ids: int64 `[L]`, contiguous.
+        offsets: int32 or int64 `[F * B + 1]`; None is returned if they are invalid.
+
+    Raises:
+        RuntimeError: a table has no score for its keys; nothing is changed.
+        Exception: the backing store raised it.
+    """
+    # Raises before anything is changed.
+    scores = None if state.scores is None else state.scores.batch_scores()
+    index, backing, effects = state.index, state.backing, Effects()
+    if backing is not None:  # raises errors of the last step's moves before this one begins
+        backing.move_rows()
+    op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
+    placement: OneOpPlacement | None = None
+
+    def insert() -> OneOpBatch | None:
+        nonlocal placement
+        # When run again, `call_once` ignores its arguments, so the store need not make them again.
+        store_arguments = () if backing is None or len(effects) else backing.begin_batch()
+        effects.restart()
+        index.begin_insertion(effects)
+        results = effects.call_once(
+            op,
+            index.tensors(),
+            arguments.row_buffers,
+            arguments.features,
+            ids,
+            offsets,
+            arguments.tables,
+            scores,
+            *arguments.policy_codes,
+            *arguments.initial_values,
+            *store_arguments,
+        )
+        if not results:
+            return None
+        offsets32, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
+        miss_results = results[_NUM_RESULTS_OF_HITS:]
+        keys = Keys(ids, starts, arguments.tables)
+        inserted = InsertedBatch(slots)
+        if miss_results:
+            inserted = InsertedBatch(slots, status=miss_results[0])
+            if backing is not None:
+                if placement is None:
+                    placement = backing.one_op_placement(miss_results)
+                backing.record_one_op(placement)
+            index.end_insertion(keys, inserted)
+        if state.scores is not None:
+            state.scores.advance(effects)
+        state.last_batch = LastBatch(inserted, keys, version_of(ids))
+        if miss_results and backing is not None:
+            backing.start_moves()
+        return OneOpBatch(keys, offsets32, slots, groups)
+
+    return state.lock.complete(insert, lambda: not len(effects))
+
+
+def find_in_one_op(
+    state: DynamicState, arguments: OneOpArguments, ids: Tensor, offsets: Tensor
+) -> OneOpBatch | None:
+    """Find the keys of a batch in one op; return None if the op cannot.
+
+    Keys in the backing store get copies of their rows in overflow rows. The arguments are those of
+    `insert_in_one_op`; `can_find_in_one_op` must hold.
+
+    Raises:
+        Exception: the backing store raised it.
+    """
+    index, backing = state.index.tensors(), state.backing
+    if backing is None:
+        results = hash.hash_find_batch(index, arguments.features, ids, offsets, arguments.tables)
+    else:
+        store_arguments = backing.begin_search()
+        results = tiers.tier_find_batch_(
+            index,
+            arguments.row_buffers,
+            arguments.features,
+            ids,
+            offsets,
+            arguments.tables,
+            *arguments.initial_values[:2],
+            *store_arguments,
+        )
+        if overflow := results[_NUM_RESULTS_OF_SEARCH:]:
+            backing.record_search(overflow)
+    if not results:
+        return None
+    offsets32, starts, slots = results[:_NUM_RESULTS_OF_SEARCH]
+    return OneOpBatch(Keys(ids, starts, arguments.tables), offsets32, slots, None)
