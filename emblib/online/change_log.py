@@ -24,6 +24,7 @@ from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink, check_sink
 from emblib.online.tables import ModelTables, PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
+from emblib.sharding.fingerprint import agree
 from emblib.specs import OptionEnum, check_bool, check_count
 
 
@@ -54,10 +55,11 @@ class ChangeLogError(RuntimeError):
 class ChangeLog:
     """Log the rows of a model that training changes, for followers that serve them.
 
-    Make it when the model has its optimizers and is sharded; each rank has its own log. It begins
-    with a snapshot of all rows. Then call `record(step)` between training steps. Rows must change
-    by training alone: after anything else, e.g. `load_state_dict`, call `snapshot(step)`. Call the
-    methods from the thread that trains; another thread, of the log, writes.
+    Make it when the model has its optimizers and is sharded, on all ranks together; each has its
+    own log, with the same `step` and `compact_every`. It begins with a snapshot of all rows. Then
+    call `record(step)` between training steps. Rows must change by training alone: after anything
+    else, e.g. `load_state_dict`, call `snapshot(step)`. Call the methods from the thread that
+    trains; another thread, of the log, writes.
 
     Args:
         model: module with plain and dynamic tables, whose updates are fused.
@@ -76,8 +78,9 @@ class ChangeLog:
             no tables; `sink` is not a sink; or a count is not an int.
         ValueError: an optimizer changes rows without a lookup; two tables have the same name; the
             evictions of a table are tracked already; `states` is set and a table is sharded by
-            columns; collections are over different ranks; a count is too small; or
-            `compact_every` is None and the sink has records.
+            columns; collections are over different ranks; a count is too small, or differs between
+            ranks; or `compact_every` is None and the sink has records.
+        RuntimeError: the sink of another rank cannot be read.
         LogError: a record in the sink is damaged.
         OSError: the sink cannot be read; sinks may raise errors of other types.
 
@@ -113,18 +116,19 @@ class ChangeLog:
     ) -> None:
         check_bool("states", states)
         model_tables = _loggable_tables(model)
-        self._rank, self._num_ranks = model_tables.rank, model_tables.num_ranks
+        self._ranks = ranks = model_tables.ranks
         self.step = check_count("step", step, minimum=0)
         if compact_every is not None:
             compact_every = check_count("compact_every", compact_every)
         self._compact_every, self._when_full = compact_every, WhenFull(when_full)
         max_pending = check_count("max_pending", max_pending)
-        generation, sequence = _read_last_numbers(check_sink(sink))
-        if compact_every is None and sequence:
-            raise ValueError(
-                "the sink has the records of another log, which a snapshot must follow: choose "
-                "compact_every, or an empty sink"
-            )
+        generation, sequence = agree(
+            ranks,
+            lambda: _read_last_numbers(check_sink(sink), compact_every),
+            lambda _: {"the change log": {"step": step, "compact_every": compact_every}},
+        )
+        # Ranks that were killed may have written different numbers of snapshots.
+        generation = max(ranks.gather_objects(generation))
         self._plain_changes = PlainChanges(model_tables, states=states)
         self._keyed_changes = KeyedChanges(model, states=states)
         self._writer = _Writer(sink, max_pending, generation, sequence)
@@ -211,8 +215,8 @@ class ChangeLog:
         begins_run = kind is RecordKind.SNAPSHOT or not self._run
         record = Record(
             kind=kind,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
             generation=0,  # the writer numbers its records
             sequence=0,
             step=step,
@@ -266,14 +270,22 @@ class ChangeLog:
         self.close()
 
 
-def _read_last_numbers(sink: Sink) -> tuple[int, int]:
+def _read_last_numbers(sink: Sink, compact_every: int | None) -> tuple[int, int]:
     """Return generation and sequence of the last record in a sink; (0, 0) if it is empty.
 
     Reads the whole sink.
+
+    Raises:
+        ValueError: it has records, and the log has no `compact_every`.
     """
     newest_records = deque(sink.read(), maxlen=1)
     if not newest_records:
         return 0, 0
+    if compact_every is None:
+        raise ValueError(
+            "the sink has the records of another log, which a snapshot must follow: choose "
+            "compact_every, or an empty sink"
+        )
     record = decode(newest_records[0].data, newest_records[0].location)
     return record.generation, record.sequence
 
@@ -296,7 +308,7 @@ def _loggable_tables(model: nn.Module) -> ModelTables:
             f"{model_tables.other_kinds}; freeze() them from time to time, or train Dense or Hash "
             "tables"
         )
-    if not model_tables.calls and model_tables.num_ranks == 1:
+    if not model_tables.calls and model_tables.ranks.size == 1:
         raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
     _check_names(model_tables.tables, tables_of(model))
     return model_tables

@@ -492,7 +492,7 @@ class _Log:
         """Return whether a record follows the last one that was read."""
         if self._last_read is None or self.newest is None:
             return True
-        begins_run = record.kind is RecordKind.SNAPSHOT and record.generation == self.newest[0] + 1
+        begins_run = record.kind is RecordKind.SNAPSHOT and record.generation > self.newest[0]
         is_same_run = record.run == self._last_run
         return record.sequence == self._last_read[0] + 1 and (begins_run or is_same_run)
 

@@ -71,7 +71,7 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
             a float table is on disk.
     """
     model_tables = find_tables(model)
-    if model_tables.num_ranks > 1:
+    if model_tables.ranks.size > 1:
         raise TypeError(
             "a follower has whole tables in one process, and this model is sharded: give it the "
             "unsharded model, or emblib.inference.for_inference of its tables"

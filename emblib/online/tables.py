@@ -14,6 +14,7 @@ from emblib.collections.groups import TableGroups
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.inference import InferenceEmbeddingBags
 from emblib.inference.composed import ComposedEmbeddingBags
+from emblib.sharding import RankGroup
 from emblib.sharding.sharded_tables import ShardedTables
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
@@ -68,15 +69,13 @@ class ModelTables:
         calls: the modules that look up tables, dynamic ones too, with the table of each feature.
         other_kinds: kind of each table that is neither in `tables` nor dynamic, e.g. "tensor
             trains", by name.
-        rank: this rank.
-        num_ranks: number of ranks over which the model is sharded.
+        ranks: the ranks over which the model is sharded.
     """
 
     tables: list[PlainTable] = field(default_factory=list)
     calls: list[tuple[Any, list[PlainTable]]] = field(default_factory=list)
     other_kinds: dict[str, str] = field(default_factory=dict)
-    rank: int = 0
-    num_ranks: int = 1
+    ranks: RankGroup = field(default_factory=RankGroup.single)
 
     def add(self, tables: list[PlainTable]) -> None:
         """Add those tables that `self.tables` lacks."""
@@ -101,8 +100,8 @@ def find_tables(model: nn.Module) -> ModelTables:
             "the collections of the model are sharded over different ranks, "
             f"{sorted(ranks_and_sizes)}: make a change log of each collection"
         )
-    if ranks_and_sizes:
-        ((model_tables.rank, model_tables.num_ranks),) = ranks_and_sizes
+    if sharded:
+        model_tables.ranks = sharded[0].ranks
     replica_ids = {  # of groups whose tables rank 0 lists
         id(module.replicated.groups)
         for module in sharded

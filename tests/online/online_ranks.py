@@ -9,7 +9,7 @@ from torch import nn
 
 import emblib
 from emblib import optim
-from emblib.online import ChangeLog, DirectorySink, LogFollower
+from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower
 from emblib.sharding import (
     RankGroup,
     ReplicatedModelParallel,
@@ -108,6 +108,19 @@ def train(
     with pytest.raises(TypeError, match="give it the unsharded model"):
         LogFollower(model, DirectorySink(directory))
     return outputs
+
+
+def begin_at_other_steps(ranks: RankGroup, directory: str) -> None:
+    """Try to log from another step on each rank, and into a sink that one rank cannot read."""
+    model = shard(collection(), {"": dict(RULES)}, ranks)
+    sink = DirectorySink(f"{directory}/{ranks.rank}")
+    with pytest.raises(ValueError, match=r"the change log: step is 0 on rank 0 and 1 on rank 1"):
+        ChangeLog(model, sink, step=ranks.rank)
+    if ranks.rank == 1:
+        sink.append(b"x" * 100)
+        sink.close()
+    with pytest.raises((LogError, RuntimeError), match="is damaged"):
+        ChangeLog(model, sink)
 
 
 def log_replicas(ranks: RankGroup, directory: str) -> None:

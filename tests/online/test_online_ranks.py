@@ -7,6 +7,7 @@ import torch
 
 import emblib
 from emblib.online import DirectorySink, LogError, LogFollower
+from emblib.online.records import Record, RecordKind, encode
 from tests.online import online_ranks
 from tests.online.online_ranks import RULES, collection, everything
 from tests.sharding import worlds
@@ -30,6 +31,22 @@ def test_followers_of_two_ranks(tmp_path: Path) -> None:
         {n: whole.embedding_bags[n].weight.detach() for n in PLAIN}, bits=8
     )
     assert torch.equal(quantised.packed, expected.packed)
+
+
+def test_ranks_that_were_killed_at_different_snapshots(tmp_path: Path) -> None:
+    sink = DirectorySink(tmp_path / "0")
+    for number in (1, 2):  # the other rank had written none
+        sink.append(encode(Record(RecordKind.SNAPSHOT, 0, 2, number, number, 0, 0.0, {})))
+    sink.close()
+    outputs, _ = worlds.run(2, online_ranks.train, str(tmp_path), (), 4)
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    follower = LogFollower(collection(), sinks)
+    assert follower.apply() == online_ranks.STEPS
+    assert torch.equal(follower(everything()).values(), outputs[-1])
+
+
+def test_logs_of_ranks_begin_at_one_step(tmp_path: Path) -> None:
+    worlds.run(2, online_ranks.begin_at_other_steps, str(tmp_path))
 
 
 def test_a_snapshot_has_the_fallback_rows_of_all_shards(tmp_path: Path) -> None:
