@@ -682,7 +682,7 @@ class TrainingUpdate:
         if self.reads.is_fallback is not None:
             current_slots = torch.where(self.reads.is_fallback, self._slots, current_slots)
         has_left = self._index.versions.has_left(
-            self._index, self._keys, current_slots, self._version
+            self._index, self._keys, current_slots, self._version, self.reads.is_fallback
         )
         slots = torch.where((self._slots < 0) | has_left, -1, current_slots)
         is_lost = (self._slots >= 0) & (slots < 0)

@@ -138,15 +138,24 @@ class SlotVersions:
         """Enable `has_left` from this version on, as long as `watcher`, held weakly, lives."""
         self._watchers[watcher] = self.current
 
-    def has_left(self, index: VersionedIndex, keys: Keys, slots: Tensor, version: int) -> Tensor:
+    def has_left(
+        self,
+        index: VersionedIndex,
+        keys: Keys,
+        slots: Tensor,
+        version: int,
+        is_fallback: Tensor | None = None,
+    ) -> Tensor:
         """Return which keys have left since `version`, even if they returned; bool `[L]`.
 
         Args:
             index: the index.
             keys: a batch.
             slots: the present slots of its keys. For -1, overflow rows and fallback rows the
-                answer is whether the table was emptied, or the removal of the key noted.
+                answer is whether the table was emptied or, except for fallback rows, the removal of
+                the key noted.
             version: version at which a living watcher was registered.
+            is_fallback: bool `[L]`, positions of fallback rows; None for none.
         """
         self.store_last_insertion(index)
         was_emptied = [emptied_at > version for emptied_at in self._emptied_at]
@@ -159,7 +168,8 @@ class SlotVersions:
         tables = tables_of(keys) if later_removals else None
         for _, table, removed_keys, versions in later_removals:
             removed_keys = removed_keys[versions > version].to(slots.device)
-            has_left |= (tables == table) & torch.isin(keys.ids, removed_keys)
+            was_removed = (tables == table) & torch.isin(keys.ids, removed_keys)
+            has_left |= was_removed if is_fallback is None else was_removed & ~is_fallback
         return has_left
 
     def note_batch(self, keys: Keys, inserted: InsertedBatch) -> None:

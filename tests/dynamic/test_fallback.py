@@ -212,6 +212,20 @@ def test_two_tiers_are_as_one(
     pair.compare()
 
 
+@pytest.mark.parametrize("backing", [None, BackingStore(HostRows(64))])
+def test_a_key_that_left_had_a_fallback_row_which_stays(backing: BackingStore | None) -> None:
+    admission = FrequencyAdmission(2, ExactCounter(64))
+    spec = DynamicSpec(32, 1, initializer=Constant(0.0), fallback_rows=1, admission=admission)
+    table = DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=backing)
+    key, offsets = torch.tensor([7]), torch.tensor([0, 1])
+    waits = table(key, offsets)
+    table(key, offsets)
+    assert table.erase(0, key).all(), "the second lookup has inserted it"
+    waits.sum().backward()
+    assert table.eval()(key, offsets).item() == -1.0
+    assert int(table.dropped_updates) == 0
+
+
 def test_a_store_has_them(tmp_path: Path) -> None:
     def of(rows: int) -> DynamicEmbeddingBags:
         specs = [
