@@ -10,6 +10,9 @@
 // check. `optimizer` is the number of an optimizer in optim/optimizers.h. `repaired` says that the
 // offsets are a result of `bounds_check`. An op changes the arguments that are marked with `!`, and
 // no others.
+//
+// Where the length of a list depends on the contents of a batch, the op on fake tensors, which have
+// none, returns what a valid batch without missing keys has.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {

@@ -120,7 +120,7 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
   STD_TORCH_CHECK(cache.size() == CacheTensor::kNumTensors, op,
                   ": cache must be [tags, stamps, counts, counters, clock, conflicts], got ",
                   cache.size(), " tensors");
-  STD_TORCH_CHECK(lag >= 0, op, ": lag must be >= 0, got ", lag);
+  check_not_negative(op, "lag", lag);
   check_bounds_arguments(op, check_mode, violations);
 }
 

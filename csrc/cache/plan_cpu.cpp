@@ -66,20 +66,23 @@ BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
   STD_TORCH_CHECK(count >= 0 && count <= n, op, ": count must be in [0, entries of rows = ", n,
                   "], got ", count);
   // A negative number, or a negative difference of neighbours, sets the sign bit. So one check
-  // after the loops suffices, and they have no branches.
-  int64_t sign_bits = 0;
-  int32_t segment_sign_bits = 0;
+  // after the loops suffices, and they have no branches. Unsigned, because differences may
+  // overflow.
+  uint64_t sign_bits = 0;
+  uint32_t segment_sign_bits = 0;
   for (int64_t u = 1; u < batch.num_rows; ++u) {
-    sign_bits |= batch.rows[u] | (batch.rows[u] - batch.rows[u - 1] - 1);
+    const auto row = static_cast<uint64_t>(batch.rows[u]);
+    sign_bits |= row | (row - batch.rows[u - 1] - 1);
   }
   if (batch.segments != nullptr) {
     segment_sign_bits = batch.segments[0];
     for (int64_t u = 0; u < batch.num_rows; ++u) {
-      segment_sign_bits |= batch.segments[u + 1] | (batch.segments[u + 1] - batch.segments[u]);
+      const auto end = static_cast<uint32_t>(batch.segments[u + 1]);
+      segment_sign_bits |= end | (end - batch.segments[u]);
     }
   }
   STD_TORCH_CHECK(
-      sign_bits >= 0 && segment_sign_bits >= 0 &&
+      sign_bits >> 63 == 0 && segment_sign_bits >> 31 == 0 &&
           (batch.num_rows == 0 ||
            (batch.rows[0] >= 0 && batch.rows[batch.num_rows - 1] < end_of_rows(table, num_tables))),
       op, ": rows must be distinct, ascending and of the tables, and segments must ",
@@ -418,14 +421,15 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
                       segment[num_groups] <= n,
                   op, ": count and segments must come from one call of tbe_group and row_slots ",
                   "must have an entry per row of it, got count ", num_groups);
-  int32_t sign_bits = segment[0];  // negative if any of the numbers below is
+  uint32_t sign_bits = segment[0];  // bit 31 is 1 if a number or difference below is negative
   for (int64_t g = 0; g < num_groups; ++g) {
-    sign_bits |= segment[g + 1] | (segment[g + 1] - segment[g]);
+    const auto end = static_cast<uint32_t>(segment[g + 1]);
+    sign_bits |= end | (end - segment[g]);
   }
   for (int64_t j = 0; j < n; ++j) {
-    sign_bits |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
+    sign_bits |= position[j] | (static_cast<uint32_t>(n) - 1 - position[j]);
   }
-  STD_TORCH_CHECK(sign_bits >= 0, op,
+  STD_TORCH_CHECK(sign_bits >> 31 == 0, op,
                   ": segments and lookups must come from one call of tbe_group");
   Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
   auto* out = slots.mutable_data_ptr<int32_t>();

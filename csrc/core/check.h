@@ -55,6 +55,11 @@ inline void check_same_device(const char* op, const char* name, const Tensor& te
       "they are on two GPUs); move it with .to(device)");
 }
 
+// Check that a number, such as a size, is not negative.
+inline void check_not_negative(const char* op, const char* name, int64_t number) {
+  STD_TORCH_CHECK(number >= 0, op, ": ", name, " must be >= 0, got ", number);
+}
+
 // Check that a tensor is a vector of int32 or int64.
 inline void check_index_vector(const char* op, const char* name, const Tensor& tensor) {
   const ScalarType type = tensor.scalar_type();

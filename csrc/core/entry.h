@@ -46,8 +46,10 @@ inline torch::stable::Tensor allocate(
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
   constexpr size_t kMaxDims = 4;
   STD_TORCH_CHECK(sizes.size() <= kMaxDims, "emblib: tensors have at most 4 dimensions");
-  int64_t strides[kMaxDims], stride = 1;
-  for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d] > 0 ? sizes[d] : 1) strides[d] = stride;
+  int64_t strides[kMaxDims];
+  uint64_t stride = 1;  // unsigned, because it may overflow; then torch returns an error
+  for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d] > 0 ? sizes[d] : 1)
+    strides[d] = static_cast<int64_t>(stride);
   int32_t dtype = 0, device_type = 0, device_index = 0;  // codes of torch's stable ABI
   AtenTensorHandle tensor = nullptr;
   const bool is_allocated =

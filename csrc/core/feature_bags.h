@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "core/check.h"
@@ -14,6 +15,25 @@ namespace emb {
 
 // The grain of parallel_balanced for loops over bags, in lookups plus bags.
 inline constexpr int64_t kBagGrain = 512;
+
+// Copy offsets, [num_bags + 1], to `int32_offsets`, [num_bags + 1], and return whether they are
+// valid (without bags: whether the only one is 0). The copy of invalid offsets is meaningless. A
+// negative offset or difference of neighbours sets the sign bit, so that the loop needs only
+// subtraction and or.
+template <class I>
+bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups,
+                   int32_t* int32_offsets) {
+  using U = std::make_unsigned_t<I>;
+  U sign_bits = 0;
+  for (int64_t i = 0; i < num_bags; ++i) {
+    sign_bits |= static_cast<U>(offsets[i + 1]) |
+                 (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
+    int32_offsets[i] = static_cast<int32_t>(offsets[i]);
+  }
+  int32_offsets[num_bags] = static_cast<int32_t>(offsets[num_bags]);
+  return static_cast<I>(sign_bits) >= 0 && offsets[0] == 0 &&
+         (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
+}
 
 // The range of bags of every feature. `map` points into the tensor `bag_layout`, which must live as
 // long as this object.

@@ -10,7 +10,7 @@ namespace emb {
 // entries, and num_keys is not negative.
 inline void check_group_keys(const Tensor& keys, int64_t num_keys) {
   check_index_vector("group", "keys", keys);
-  STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
+  check_not_negative("group", "num_keys", num_keys);
   STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most ", kMaxLookups,
                   " keys per call, got ", keys.numel());
 }

@@ -29,20 +29,6 @@ inline constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced f
 // The maximum number of positions of a table, as a multiple of the average number per thread.
 inline constexpr int64_t kMaxImbalance = 4;
 
-// Copy `offsets` [num_bags + 1] to `int32_offsets` [num_bags + 1]. Return whether the offsets
-// ascend from 0 to n. If they do not, the copy is unspecified.
-template <class I>
-bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* int32_offsets) {
-  int64_t sign_bits = 0;  // negative if an offset is negative or less than the previous one
-  for (int64_t i = 0; i < num_bags; ++i) {
-    sign_bits |=
-        static_cast<int64_t>(offsets[i]) | (static_cast<int64_t>(offsets[i + 1]) - offsets[i]);
-    int32_offsets[i] = static_cast<int32_t>(offsets[i]);
-  }
-  int32_offsets[num_bags] = static_cast<int32_t>(offsets[num_bags]);
-  return sign_bits >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
-}
-
 // A batch of bags of keys and the index of its tables, checked. The struct points into the tensors of
 // the caller.
 //   tensors         the index, see HashIndex
@@ -81,8 +67,8 @@ struct BagsOfKeys {
     has_valid_offsets =
         num_bags > 0 &&
         (source.is_int64
-             ? copy_offsets(static_cast<const int64_t*>(source.data), num_bags, n, offsets_copy)
-             : copy_offsets(static_cast<const int32_t*>(source.data), num_bags, n, offsets_copy));
+             ? copy_if_valid(static_cast<const int64_t*>(source.data), num_bags, n, offsets_copy)
+             : copy_if_valid(static_cast<const int32_t*>(source.data), num_bags, n, offsets_copy));
     if (!has_valid_offsets) return;
     int64_t* start = starts.mutable_data_ptr<int64_t>();
     for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = offsets_copy[bags.first_bags[f]];

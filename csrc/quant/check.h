@@ -100,6 +100,7 @@ struct QuantCall {
         output_dim(output_dim),
         output_dtype(output_dtype),
         output_type(float_dtype(op, "output_dtype", output_dtype)) {
+    check_not_negative(op, "output_dim", output_dim);
     check_packed(op, packed);
     check_features(op, features);
     check_lookups(op, indices, offsets);

@@ -82,7 +82,7 @@ struct RouteWeights {
       : tensor(weights ? as_contiguous(*weights) : in.ids) {
     check_index_vector(op, "starts", starts);
     check_same_device(op, "starts", starts, in.ids);
-    STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
+    check_not_negative(op, "total", total);
     if (!weights) return;
     check_sample_weights(op, tensor, in.ids);
     static constexpr float kEmpty = 0.0f;  // an empty tensor may have a null address
@@ -107,7 +107,7 @@ struct SegmentInputs {
     check_same_device(op, "starts", starts, values);
     STD_TORCH_CHECK(starts.numel() >= 1, op,
                     ": starts must have one entry more than there are segments, got none");
-    STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
+    check_not_negative(op, "total", total);
     row_bytes = static_cast<int64_t>(values.element_size());
     for (int64_t d = 1; d < values.dim(); ++d) row_bytes *= values.size(d);
   }
@@ -181,8 +181,7 @@ struct CombineInputs {
   // part. Return the number of elements outside of the local part.
   int64_t set_local_of_source(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                               int64_t source_numel, ScalarType dtype) {
-    STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ",
-                    source_numel);
+    check_not_negative(op, "source_numel", source_numel);
     const int64_t num_outside = source_numel - (tensor ? tensor->numel() : 0);
     STD_TORCH_CHECK(num_outside >= 0, op, ": local must be part of the ", source_numel,
                     " elements of the source, got ", source_numel - num_outside);

@@ -33,7 +33,7 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
                      const Tensor& units, int64_t num_bags) {
   const char* op = "route_lengths";
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
-  STD_TORCH_CHECK(num_bags >= 0, op, ": num_bags must not be negative, got ", num_bags);
+  check_not_negative(op, "num_bags", num_bags);
   const CudaLauncher launcher(in.ids);
   Tensor out = allocate(in.ids, {num_bags});
   torch::stable::zero_(out);
@@ -140,7 +140,7 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   in.set_local(op, local, local_begin, in.flat.numel(), in.flat.scalar_type());
   const Dtype in_type = float_dtype(op, "source", in.flat.scalar_type());
   const Dtype out_type = float_dtype(op, "dtype", dtype);
-  STD_TORCH_CHECK(out_numel >= 0, op, ": out_numel must not be negative, got ", out_numel);
+  check_not_negative(op, "out_numel", out_numel);
   const CudaLauncher launcher(in.flat);
   Tensor out = allocate(in.flat, {out_numel}, dtype);
   DeviceCombine args = device_combine(in, out, scale);

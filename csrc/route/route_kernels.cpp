@@ -352,6 +352,7 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCurso
               int64_t first, int64_t n) {
   if (route.blocks[0].num_copies == 0) return true;
   if (cursors.end[0] - cursors.cursor[0] != n) return false;
+  if (n == 0) return true;  // the output may be null, which memcpy must not get
   const int64_t target = cursors.cursor[0];
   const I* ids = static_cast<const I*>(args.ids) + first;
   I* out = static_cast<I*>(args.out) + target;
@@ -395,6 +396,7 @@ bool move_ids(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   for (int64_t k = 0; k < num_blocks; ++k) {
     is_consistent = is_consistent && cursors.cursor[k] == cursors.end[k];
     const int64_t first = cursors.start[k], n = cursors.end[k] - first;
+    if (n == 0) continue;  // the output may be null, which memcpy must not get
     for (int64_t copy = 1; copy < route.blocks[k].num_copies && is_consistent; ++copy) {
       const int64_t copy_begin = args.starts[route.output_bag(k, copy)];
       __builtin_memcpy(out + copy_begin, out + first, n * sizeof(I));

@@ -34,25 +34,6 @@ inline constexpr const char* kLastOffsetRemedy =
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "
     "offsets, not lengths?)";
 
-// Copy offsets, [num_bags + 1], to `repaired_offsets`, [num_bags + 1], and return whether they are
-// valid (without bags: whether the only one is 0). The copy of invalid offsets is meaningless. A
-// negative offset or difference of neighbours sets the sign bit, so that the loop needs only
-// subtraction and or.
-template <class I>
-bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups,
-                   int32_t* repaired_offsets) {
-  using U = std::make_unsigned_t<I>;
-  U sign_bits = 0;
-  for (int64_t i = 0; i < num_bags; ++i) {
-    sign_bits |= static_cast<U>(offsets[i + 1]) |
-                 (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
-    repaired_offsets[i] = static_cast<int32_t>(offsets[i]);
-  }
-  repaired_offsets[num_bags] = static_cast<int32_t>(offsets[num_bags]);
-  return static_cast<I>(sign_bits) >= 0 && offsets[0] == 0 &&
-         (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
-}
-
 // Return whether offsets, [num_bags + 1], are valid, as copy_if_valid does.
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
@@ -169,6 +150,7 @@ struct LookupInputs {
         slots(slots_in),
         feature_bags(op, features, offsets, bag_layout, pooling, output_dim),
         bags{index_array(offsets), feature_bags.num_bags(), indices.numel()} {
+    check_not_negative(op, "output_dim", output_dim);
     check_slots(op, slots, indices);
     const bool is_variable = bag_layout && pooling != Pooling::kNone;
     check_feature_ranges(op, features, weights, columns_of(is_variable, output_dim), kUnlimited,

@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
+  check_not_negative(op, "total_rows", total_rows);
   const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   check_feature_ranges(op, features, kUnlimited, kUnlimited, total_rows, Pooling::kNone);
   const Feature* feature = feature_array(features);

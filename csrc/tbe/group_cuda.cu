@@ -107,7 +107,7 @@ void group_lookups(const char* op, const Tensor& features, const Tensor& indices
   check_features(op, features);
   check_lookups(op, indices, offsets);
   check_same_device(op, "features", features, indices);
-  STD_TORCH_CHECK(total_rows >= 0, op, ": total_rows must be >= 0, got ", total_rows);
+  check_not_negative(op, "total_rows", total_rows);
   const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);

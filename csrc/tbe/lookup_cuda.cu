@@ -40,6 +40,7 @@ struct LookupCall {
              const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t output_dim)
       : indices(as_contiguous(indices_in)), offsets(as_contiguous(offsets_in)) {
     args.pooling = parse_pooling(op, pooling);
+    check_not_negative(op, "output_dim", output_dim);
     check_features(op, features);
     check_lookups(op, indices, offsets);
     check_same_device(op, "features", features, indices);

@@ -101,20 +101,23 @@ struct GroupedGradient {
     num_groups = is_valid ? *count.const_data_ptr<int32_t>() : 0;
     is_valid = is_valid && num_groups >= 0 && num_groups <= num_lookups;
     if (is_valid) {
-      const auto last_bag = static_cast<int32_t>(num_bags) - 1;
+      const auto last_bag = static_cast<uint32_t>(num_bags) - 1;
       const int32_t *segment = segments.const_data_ptr<int32_t>(),
                     *bag = sorted_bags.const_data_ptr<int32_t>(),
                     *lookup = sorted_lookups.const_data_ptr<int32_t>();
-      const auto n = static_cast<int32_t>(num_lookups), num_grouped = segment[num_groups];
-      int32_t sign_bits = segment[0] | num_grouped | (n - num_grouped);
+      const auto n = static_cast<uint32_t>(num_lookups);
+      const int32_t num_grouped = segment[num_groups];
+      // A number that is out of range sets bit 31. Unsigned, because differences may overflow.
+      uint32_t sign_bits = segment[0] | num_grouped | (n - num_grouped);
       for (int64_t i = 0; i < num_groups; ++i) {
-        sign_bits |= segment[i] | (segment[i + 1] - segment[i] - 1);
+        const auto begin = static_cast<uint32_t>(segment[i]);
+        sign_bits |= begin | (segment[i + 1] - begin - 1);
       }
-      is_valid = sign_bits >= 0;
+      is_valid = sign_bits >> 31 == 0;
       for (int32_t j = 0; is_valid && j < num_grouped; ++j) {
         sign_bits |= bag[j] | (last_bag - bag[j]) | lookup[j] | (n - 1 - lookup[j]);
       }
-      is_valid = is_valid && sign_bits >= 0;
+      is_valid = is_valid && sign_bits >> 31 == 0;
     }
     STD_TORCH_CHECK(is_valid, op,
                     ": rows, segments, lookups, bags and count must come from one call of "
@@ -323,9 +326,11 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
                      std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
+  const char* op = "tbe_row_grads";
+  check_not_negative(op, "dim", dim);
   Tensor out = allocate_output(grad, {lookups.numel(), dim}, ScalarType::Float);
-  sum_row_grads("tbe_row_grads", grad, features, {rows, segments, lookups, bags, count}, offsets,
-                bag_layout, sample_weights, pooling, dim, out.mutable_data_ptr<float>());
+  sum_row_grads(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
+                sample_weights, pooling, dim, out.mutable_data_ptr<float>());
   return out;
 }
 

@@ -218,7 +218,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   const char* op = "tbe_backward_";
   check_lookups(op, indices, offsets);
   check_same_device(op, "hyper", hyper, grad);
-  STD_TORCH_CHECK(total_rows >= 0, op, ": total_rows must be >= 0, got ", total_rows);
+  check_not_negative(op, "total_rows", total_rows);
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);

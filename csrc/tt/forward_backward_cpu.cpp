@@ -324,7 +324,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_plan_contents(op, plan, tables);
-  STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
+  check_not_negative(op, "num_saved", num_saved);
   Tensor rows = allocate_output(cores[0], {plan.capacity, tables.max_dim}, ScalarType::Float);
   const Tensor left_values =
       allocate_output(cores[0], {num_saved, tables.left_value_size}, ScalarType::Float);

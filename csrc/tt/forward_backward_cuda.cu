@@ -236,7 +236,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   const char* op = "tt_rows";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   TtDeviceBatch batch = planned_batch(op, tables, cores, plan, matmul_precision);
-  STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
+  check_not_negative(op, "num_saved", num_saved);
   const CudaLauncher launcher(cores[0]);
   Tensor rows = allocate(cores[0], {batch.plan.capacity, tables.max_dim}, ScalarType::Float);
   Tensor left_values = allocate(cores[0], {num_saved, tables.left_value_size}, ScalarType::Float);

@@ -1,6 +1,8 @@
 """What every op does before it looks at its arguments: storages, and memory that there is not."""
 
+import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -49,6 +51,24 @@ def test_a_storage_that_was_given_back_is_refused(op: str) -> None:
             message = rf"{op}: argument {at} of the schema needs \d+ bytes, but its storage has"
             with pytest.raises(RuntimeError, match=message):
                 getattr(ops, op)(*changed)
+
+
+# A time, which may be negative, and a number that -1 turns off.
+MAY_BE_NEGATIVE = {("hash_expire_", "before"), ("tt_lookup_checked_", "num_saved")}
+
+
+@pytest.mark.parametrize("op", sorted(CALLS))
+def test_negative_sizes_are_refused_before_memory_is_allocated(op: str) -> None:
+    schema = getattr(ops, op).default._schema
+    sizes = set(re.findall(r"SymInt (\w+)", str(schema)))
+    names = [argument.name for argument in schema.arguments]
+    for number, (at, name) in itertools.product(range(12), enumerate(names)):
+        arguments = list(CALLS[op](random.Random(number)).arguments)
+        if name in sizes and (op, name) not in MAY_BE_NEGATIVE and at < len(arguments):
+            arguments[at] = -1
+            with pytest.raises(RuntimeError) as error:
+                getattr(ops, op)(*arguments)
+            assert "allocate" not in str(error.value)
 
 
 def test_views_are_refused_by_what_they_reach() -> None:

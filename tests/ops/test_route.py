@@ -406,7 +406,7 @@ def test_wrong_segments_are_refused() -> None:
         ((values, starts, torch.tensor([2]), 0), r"order must name segments in \[0, 2\), got 2"),
         ((values, starts, torch.tensor([-1]), 0), "got -1"),
         ((values, torch.tensor([0, 6]), torch.tensor([0]), 6), r"is \[0, 6\)"),
-        ((values, torch.tensor([3, 1]), torch.tensor([0]), -2), "must not be negative"),
+        ((values, torch.tensor([3, 1]), torch.tensor([0]), -2), "must be >= 0"),
         ((values, torch.tensor([3, 1]), torch.tensor([0]), 0), r"is \[3, 1\)"),
         ((values, starts.float(), order, 5), "starts must be int32 or int64"),
         ((values, starts, order.int(), 5), "order must be int64"),
