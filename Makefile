@@ -35,6 +35,8 @@ BIN = $$(cat $(STATE)/bin)
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
 SOURCES := $(shell find csrc -type f) pyproject.toml
+# Installed as copies, not as links to the sources.
+SOURCES += emblib/compat/emblib_as_fbgemm.pth emblib/compat/fbgemm_switch.py
 
 .PHONY: help run test quick lint format gpu-test pretend-test gpu-day docs gate micro nightly dependency-test smoke native clean distclean force
 
@@ -97,10 +99,10 @@ format: $(STATE)/environment ## apply ruff and clang-format
 native: $(STATE)/native $(STATE)/environment ## set up the environment, build the native libraries
 
 clean: ## remove build outputs and caches
-	rm -rf build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache $(STATE)/native
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also remove the environment
+distclean: clean ## also remove .venv
 	rm -rf .venv
 
 $(STATE)/torch: pyproject.toml scripts/environment.sh

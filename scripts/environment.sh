@@ -89,7 +89,10 @@ if [ -z "$VENV" ]; then
   python=$("$PYTHON" -c 'import sys; print(sys.executable)')
 else
   python=$VENV/bin/python
-  if [ ! -x "$python" ]; then
+  # The file says that a run was interrupted while it created the environment.
+  if [ ! -x "$python" ] || [ -e "$state/creating" ]; then
+    mkdir -p "$state"
+    touch "$state/creating"
     if found=$(torch_of "$PYTHON"); then
       say "creating $VENV over the environment of $PYTHON, which has torch $found"
       "$PYTHON" -m venv --system-site-packages "$VENV"
@@ -102,6 +105,11 @@ else
       say "creating $VENV with $("$PYTHON" -V)"
       "$PYTHON" -m venv "$VENV" || fail "could not create $VENV (on Debian: apt-get install python3-venv)"
     fi
+    rm "$state/creating"
+  fi
+  if ! "$python" -m pip --version >/dev/null 2>&1; then # such as an environment of uv
+    "$python" -m ensurepip --upgrade --default-pip >/dev/null ||
+      fail "$VENV has no pip; install it there, or let make create an environment: make VENV=dir"
   fi
 fi
 # PyTorch's CPU builds are named VERSION+cpu. Not every registry has them; uv knows PyTorch's own index.

@@ -1,4 +1,4 @@
-# Helpers of the measuring scripts; sourced. Changes the working directory to the repository.
+# Helpers of the scripts that measure or lint; sourced. Changes the working directory to the repository.
 # shellcheck shell=bash
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -20,6 +20,12 @@ find_python() {
   else
     command -v python3
   fi
+}
+
+# Print the C++ and CUDA files: those that git does not ignore; in a copy without git, those of the sources.
+native_sources() {
+  git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh' 2>/dev/null ||
+    find csrc examples experiments tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 }
 
 # Print the folder of noise floors: EMBLIB_NOISE; on a self-hosted runner a folder outside the checkout,

@@ -7,6 +7,10 @@ cd "$(dirname "$0")/.." || exit 1
 bin=$1
 shift
 status=0
+if ! git rev-parse --quiet --verify HEAD > /dev/null 2>&1; then
+  echo "error: make quick looks at what differs from the last commit; without git: make lint test" >&2
+  exit 1
+fi
 mapfile -t changed < <(
   { git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard; } | sort -u
 )

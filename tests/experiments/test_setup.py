@@ -22,7 +22,11 @@ case "$*" in
   "- "*) exec "$REAL_PYTHON" "$@" ;; # reads pyproject.toml
   *"import ensurepip, venv"*) exit 0 ;;
   *sysconfig*) echo "$here/site" ;;
-  "-m venv "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+  "-m venv "*)
+    echo "$*" >> "$CALLS"
+    mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python"
+    exit "${INTERRUPTED:-0}" ;;
+  *"pip --version") exit "${NO_PIP:-0}" ;;
   *"torch.version.cuda"*) printf %s "${TORCH_CUDA:-}" ;;
   *'metadata.version("torch")'*) echo torch==2.13.0 ;;
   *"import torch; v ="*) [ -e "$INSTALLED_TORCH" ] && echo 2.13.0 || exit 1 ;;
@@ -122,6 +126,18 @@ def test_a_compiler_may_be_a_command_with_words(machine: Machine, compiler: str)
         CUDACXX="env nvcc -lineinfo",
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_environment_whose_creation_was_interrupted_is_created_again(machine: Machine) -> None:
+    for interrupted, times in (("1", 1), ("0", 2), ("0", 2)):
+        state = machine.run("environment.sh", INTERRUPTED=interrupted).returncode
+        assert (state, machine.calls.read_text().count("-m venv")) == (int(interrupted), times)
+
+
+@pytest.mark.parametrize("no_pip", ["0", "1"])
+def test_an_environment_without_pip_gets_it(machine: Machine, no_pip: str) -> None:
+    assert machine.run("environment.sh", NO_PIP=no_pip).returncode == 0
+    assert ("-m ensurepip" in machine.calls.read_text()) is (no_pip == "1")
 
 
 def test_a_machine_without_a_gpu_gets_a_cpu_build(machine: Machine) -> None:
