@@ -324,6 +324,22 @@ def test_arguments_of_one_rank_are_refused_on_all(tmp_path: Path) -> None:
         assert "strict must be True or False" in errors[3]
 
 
+def save_values_of_ranks(ranks: RankGroup, path: Path) -> list[float]:
+    """Return what is loaded of values that differ between the ranks that save them."""
+    values = {name: torch.full((3,), float(ranks.rank)) for name in "abcd"}
+    state: dict[str, Any] = {"tensors": values, "number": ranks.rank}
+    if ranks.rank:
+        state["later"] = ranks.rank
+    checkpoints.save(state, path, ranks)
+    checkpoints.load(state, path, ranks)
+    numbers = [float(value[0]) for value in state["tensors"].values()]
+    return [*numbers, state["number"], state.get("later", 1)]
+
+
+def test_values_that_differ_between_ranks_are_those_of_the_first(tmp_path: Path) -> None:
+    assert worlds.run(3, save_values_of_ranks, tmp_path) == [[0.0, 0.0, 0.0, 0.0, 0, 1]] * 3
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
 def test_errors_in_the_middle_of_a_file_stay_what_they_are(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

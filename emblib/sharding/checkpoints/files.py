@@ -256,6 +256,8 @@ class _Planner(dcp.DefaultLoadPlanner):
 def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     """Save a nested state dict as the checkpoint of directory `path`; a collective over `ranks`.
 
+    The first rank that has a value writes it.
+
     Raises:
         CheckpointError: a rank failed, for example because its disk is full; on every rank. The
             directory keeps its checkpoint.
@@ -267,6 +269,8 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
             dcp.save(
                 state,
                 storage_writer=writer,
+                # torch would spread values over ranks, which may have other ones, as of BatchNorm.
+                planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )

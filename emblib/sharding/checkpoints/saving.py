@@ -39,6 +39,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
 
     Even if a writer is killed, the directory has either the new checkpoint or the previous one. Any
     number of ranks can load it with any plan (`load`), and so can torch.distributed.checkpoint.
+    Values that differ between ranks are those of the first rank that has them.
 
     Args:
         state: modules, optimizers, nested state dicts of tensors, and small values, by name. Small
