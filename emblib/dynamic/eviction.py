@@ -4,7 +4,6 @@ A *step* trains one batch. A *tick* is the number of a step; the stamp of a key 
 last use.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,6 +285,9 @@ class Expiry(nn.Module):
         self.now_us = 0
         self._max_buckets = [spec.max_buckets for spec in specs]
         self._lifetimes = [spec.lifetimes for spec in specs]
+        # The shortest time to live, in steps or as a time, of each table that has one.
+        shortest = {t: lifetimes[0] for t, lifetimes in enumerate(self._lifetimes)}
+        self._shortest_lifetimes = {t: ttl for t, ttl in shortest.items() if ttl is not None}
         # For each list of pairs, the table and the ttl in microseconds.
         self._timed_ttls = [
             (t, ttl // _MICROSECOND)
@@ -349,21 +351,16 @@ class Expiry(nn.Module):
         """Return the numbers of the lists of a table."""
         return [list_index for list_index, (t, _) in enumerate(self._timed_ttls) if t == table]
 
-    def _shortest_lifetimes(self) -> dict[int, int | timedelta]:
-        """Return the shortest time to live, in steps or as a time, of each table that has one."""
-        shortest = {t: lifetimes[0] for t, lifetimes in enumerate(self._lifetimes)}
-        return {t: ttl for t, ttl in shortest.items() if ttl is not None}
-
     def sweeps(self, tick: int) -> list[Sweep]:
         """Return the sweeps of step `tick`, to be run after the insertion of its batch."""
         sweeps = []
-        for table, ttl in self._shortest_lifetimes().items():
+        for table, ttl in self._shortest_lifetimes.items():
             max_buckets = self._max_buckets[table]
             if isinstance(ttl, timedelta):
                 first_bucket, _, num_buckets = self._due_buckets(table, ttl)
             else:
-                num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
-                first_bucket = tick % math.ceil(max_buckets / num_buckets) * num_buckets
+                num_buckets = -(-max_buckets // max(1, ttl // _SWEEPS_PER_TTL))
+                first_bucket = tick % -(-max_buckets // num_buckets) * num_buckets
                 num_buckets = min(num_buckets, max_buckets - first_bucket)
             num_to_end = min(num_buckets, max_buckets - first_bucket)
             # After the last bucket the search continues with bucket 0.
@@ -377,12 +374,12 @@ class Expiry(nn.Module):
         """Return sweeps at `tick` of all buckets of the tables with a ttl."""
         return [
             Sweep(table, 0, self._max_buckets[table], self.first_alive_ticks(table, tick))
-            for table in self._shortest_lifetimes()
+            for table in self._shortest_lifetimes
         ]
 
     def advance(self, tick: int) -> None:
         """Record that the sweeps of step `tick` are done; a repeated call changes nothing."""
-        for table, ttl in self._shortest_lifetimes().items():
+        for table, ttl in self._shortest_lifetimes.items():
             if isinstance(ttl, timedelta):
                 first_bucket, due_time, num_buckets = self._due_buckets(table, ttl)
                 max_buckets = self._max_buckets[table]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic import keys as routing
-from emblib.dynamic import shrinking, training
+from emblib.dynamic import shrinking, sweeps, training
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic.eviction import custom_score_for, step_for
 from emblib.dynamic.saving import checkpoint, fallback, table_dumps
@@ -276,7 +276,7 @@ class DynamicTable:
         Raises:
             ValueError: the table has no ttl.
         """
-        counts = self._map_shards("expire_keys", training.expire_keys)
+        counts = self._map_shards("expire_keys", sweeps.expire_keys)
         return sum(count for shard_counts in counts for count in shard_counts.values())
 
     def skip_pause(self, duration: timedelta | None = None) -> None:

@@ -458,17 +458,25 @@ class HashIndex(nn.Module):
         Returns:
             The removed keys, int64 `[N]`, on the index's device.
         """
-        self.versions.advance()
-        first_bucket = min(first_bucket, self.limits[table])
-        num_following = self.limits[table] - first_bucket
-        num_buckets = num_following if num_buckets is None else min(num_buckets, num_following)
+        if num_buckets is None:
+            num_buckets = max(0, self.limits[table] - first_bucket)
         effects = Effects() if effects is None else effects
-        is_expired = effects.call_once(
-            hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
-        )
+        is_expired = self.free_expired(table, before, first_bucket, num_buckets, effects)
         # A freed slot keeps its entry until a key is inserted there; only its tag is 0.
         begin = self._first_slots[table] + first_bucket * SLOTS_PER_BUCKET
         return self.entries[begin : begin + is_expired.numel(), HashEntryColumn.KEY][is_expired]
+
+    def free_expired(
+        self, table: int, before: int, first_bucket: int, num_buckets: int, effects: Effects
+    ) -> Tensor:
+        """Remove keys as `expire` does, without waiting; return which slots are free now, bool."""
+        self.versions.advance()
+        first_bucket = min(first_bucket, self.limits[table])
+        num_buckets = min(num_buckets, self.limits[table] - first_bucket)
+        is_expired: Tensor = effects.call_once(
+            hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
+        )
+        return is_expired
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later."""

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.attribute_errors import shows_attribute_errors
-from emblib.dynamic import one_op, shrinking, training
+from emblib.dynamic import one_op, shrinking, sweeps, training
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic.dynamic_tables import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.eviction import EvictionLog
@@ -242,7 +242,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     set_eviction_score = dynamic_state.set_eviction_score
     set_eviction_step = dynamic_state.set_eviction_step
     eviction_score = dynamic_state.eviction_score
-    expire_keys = training.expire_keys
+    expire_keys = sweeps.expire_keys
     set_clock = dynamic_state.set_clock
     skip_pause = dynamic_state.skip_pause
     flush = dynamic_state.flush

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from emblib.dynamic.state import DynamicState, LastBatch
+from emblib.dynamic.sweeps import StepExpiry
 from emblib.dynamic.tiers.placements import OneOpPlacement
 from emblib.ops import codes, hash, tiers
 from emblib.ops.effects import Effects
@@ -45,8 +46,8 @@ def can_insert_in_one_op(state: DynamicState) -> bool:
     """Return whether an insertion needs no decision between its steps, so that one op makes it."""
     return (
         state.admission is None
-        and (state.backing is None or state.backing.is_readable_by_ops)
-        and state.expiry is None
+        and can_find_in_one_op(state)
+        and state.last_uses is None
         and state.eviction_log is None
         and state.statistics is None
         and state.budget is None
@@ -107,10 +108,12 @@ def insert_in_one_op(
 
     Raises:
         RuntimeError: a table has no score for its keys; nothing is changed.
-        Exception: the backing store raised it.
+        ValueError: the clock returned a number that is not a time; nothing is changed.
+        Exception: the backing store or the clock raised it.
     """
     # Raises before anything is changed.
     scores = None if state.scores is None else state.scores.batch_scores()
+    expiry = None if state.expiry is None else StepExpiry(state, state.expiry)
     index, backing, effects = state.index, state.backing, Effects()
     if backing is not None:  # raises errors of the last step's moves before this one begins
         backing.move_rows()
@@ -121,6 +124,8 @@ def insert_in_one_op(
         nonlocal placement
         # When run again, `call_once` ignores its arguments, so the store need not make them again.
         store_arguments = () if backing is None or len(effects) else backing.begin_batch()
+        if expiry is not None:
+            expiry.set_time()
         effects.restart()
         index.begin_insertion(effects)
         results = effects.call_once(
@@ -154,6 +159,8 @@ def insert_in_one_op(
         state.last_batch = LastBatch(inserted, keys, version_of(ids))
         if miss_results and backing is not None:
             backing.start_moves()
+        if expiry is not None:
+            expiry.run()
         return OneOpBatch(keys, offsets32, slots, groups)
 
     return state.lock.complete(insert, lambda: not len(effects))

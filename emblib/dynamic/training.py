@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib.dynamic.eviction import Expiry, Sweep
 from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
+from emblib.dynamic.sweeps import StepExpiry
 from emblib.dynamic.tiers.placements import BatchPlacement
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.grad_mode import without_gradients
@@ -40,7 +40,7 @@ from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, tables_of
 from emblib.optim import External, Optimizer, description
-from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Pooling, format_config
+from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, format_config
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import (
@@ -139,9 +139,7 @@ class BatchInsertion:
         self._scores = None if state.scores is None else state.scores.batch_scores()
         self._effects = Effects()
         self._admission_effects: Effects | None = None
-        self._expiry_effects: Effects | None = None
-        self._sweeps: list[Sweep] | None = None
-        self._time_us = 0 if state.expiry is None else state.expiry.read_clock()
+        self._expiry = None if state.expiry is None else StepExpiry(state, state.expiry)
         self._placement_effects = Effects()
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
@@ -162,8 +160,8 @@ class BatchInsertion:
             self._keys = self._keys._replace(ids=self._keys.ids.clone())
         self._has_begun = True
         state, keys = self._state, self._keys
-        if state.expiry is not None:
-            state.expiry.now_us = self._time_us
+        if self._expiry is not None:
+            self._expiry.set_time()
         if self._inserted is None:
             self._inserted = self._insert()
         inserted = self._inserted
@@ -180,8 +178,8 @@ class BatchInsertion:
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
             state.backing.start_moves()
-        if state.expiry is not None:
-            self._expire(state.expiry)
+        if self._expiry is not None:
+            self._expiry.run()
         return inserted
 
     def _insert(self) -> InsertedBatch:
@@ -243,76 +241,6 @@ class BatchInsertion:
                 _drop_gradients(state, rows)
             for callback in state.on_new_rows:
                 callback(rows)
-
-    def _expire(self, expiry: Expiry) -> None:
-        """Remove the keys that expired in the buckets that are due."""
-        state = self._state
-        tick = state.index.tick
-        if self._expiry_effects is None:
-            self._expiry_effects = Effects()
-        if self._sweeps is None:
-            self._sweeps = expiry.sweeps(tick)
-        _run_sweeps(state, self._sweeps, self._expiry_effects)
-        expiry.advance(tick)
-
-
-def _run_sweeps(state: DynamicState, sweeps: Sequence[Sweep], effects: Effects) -> list[int]:
-    """Remove the keys that expired in some buckets; return the number of keys per sweep.
-
-    The backing store of a table is searched in the sweep that begins with bucket 0.
-    """
-    effects.restart()
-    counts = []
-    for table, first_bucket, num_buckets, ticks in sweeps:
-        if state.last_uses is None or len(ticks) == 1:
-            keys = state.index.expire(table, ticks[0], first_bucket, num_buckets, effects)
-        else:
-            slots = slice(
-                first_bucket * SLOTS_PER_BUCKET, (first_bucket + num_buckets) * SLOTS_PER_BUCKET
-            )
-            keys = state.last_uses.expire(state.index, table, slots, ticks, effects)
-        state.record_evictions(table, keys)
-        counts.append(keys.numel())
-    if state.backing is not None:
-        for sweep_index, sweep in enumerate(sweeps):
-            if sweep.first_bucket == 0:
-                counts[sweep_index] += state.backing.expire(sweep.table, sweep.first_alive_ticks[0])
-    return counts
-
-
-@of_state
-def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str, int]:
-    """Remove all keys whose time to live is over now, without waiting for training to find them.
-
-    Call it between steps, e.g. while a server is idle, or after a checkpoint was loaded.
-
-    Args:
-        state: the tables.
-        table: number or name of the table; None is all tables with a ttl.
-
-    Returns:
-        The number of removed keys by table name, in both tiers.
-
-    Raises:
-        ValueError: the table has no ttl; without `table`, no table has one; or the clock returned a
-            number that is not a time.
-        KeyError, IndexError: there is no such table.
-        Exception: the clock or the backing store raised it.
-    """
-    table_number = None if table is None else state.table_number(table)
-    expiry, tick, effects, sweeps = state.expiry, state.index.tick, Effects(), list[Sweep]()
-    if expiry is not None:
-        expiry.now_us = expiry.read_clock()
-        expiry.record_time(tick)
-        sweeps = expiry.all_sweeps(tick)
-    sweeps = [sweep for sweep in sweeps if table_number in (None, sweep.table)]
-    if expiry is None or not sweeps:
-        names = state.table_names
-        subject = names if table_number is None else repr(names[table_number])
-        raise ValueError(f"{subject} without ttl: keys expire in tables with DynamicSpec(ttl=...)")
-    names = [state.table_names[sweep.table] for sweep in sweeps]
-    counts = state.complete(lambda: _run_sweeps(state, sweeps, effects))
-    return dict(zip(names, counts, strict=True))
 
 
 @of_state

@@ -216,11 +216,12 @@ def test_interrupted_completion(trained: Trained, monkeypatch: pytest.MonkeyPatc
     [
         {"eviction": "lfu"},
         {"eviction": "step"},
+        {"ttl": 4},
         {"eviction": "lfu", "admission": FrequencyAdmission(2, ExactCounter(256))},
         {"admission": FrequencyAdmission(2, CountMinSketch(64, 2, halve_every=4))},
     ],
 )
-def test_scores_and_admission(store: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_scores_expiry_and_admission(store: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """Counts of keys go on as in tables whose steps were not interrupted."""
     tables, other = Trained(store, tmp_path, **fields), Trained(store, tmp_path, **fields)
     keys = torch.empty(0)

@@ -22,12 +22,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default value": {"default_value": 3.0},
     "growth": {"initial_capacity": 32},
     "store": {"backing": BackingStore},
+    "ttl": {"ttl": 2},
 }
 
 
 def make(device: torch.device, optimizer: optim.Optimizer, **options: Any) -> DynamicEmbeddingBags:
     fields = {
-        name: options.pop(name) for name in ("default_value", "initial_capacity") if name in options
+        name: options.pop(name)
+        for name in ("default_value", "initial_capacity", "ttl")
+        if name in options
     }
     if "backing" in options:
         options["backing"] = BackingStore(HostRows([500, 500]))
