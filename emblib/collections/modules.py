@@ -45,7 +45,7 @@ from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
 from emblib.storage.initial_values import without_initial_values
-from emblib.tables import state_dicts
+from emblib.tables import optimizer_hooks, state_dicts
 
 
 def _check_tables_argument(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
@@ -439,6 +439,7 @@ class TableCollection(nn.Module):
                     first_row += len(block)
             else:
                 handle.load_state_dict(source_handle.state_dict())
+                optimizer_hooks.copy_decayed(source_handle, handle)
 
     def _with_configs(self, configs: Sequence[Any]) -> Self:
         """Return a new collection with other tables and the options of this one."""

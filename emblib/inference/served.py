@@ -30,6 +30,7 @@ from emblib.specs import BoundsCheck, Pooling, TableSpec
 from emblib.storage import Dense, Quantized
 from emblib.storage.composed import ComposedStorage
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
+from emblib.tables.optimizer_hooks import rows_as_read
 from emblib.tables.quantized import FloatTables, Formats, formats_of
 
 _ROWS_PER_BLOCK = 1 << 16  # rows that are converted at a time
@@ -155,7 +156,8 @@ def _readers_of_table(config: Any, handle: Any) -> dict[str, RowReader]:
         views = handle.views()
         return {
             f"{config.name}.{component.name}": RowReader(
-                format, partial(views[component.name].split, _ROWS_PER_BLOCK)
+                format,
+                partial(rows_as_read(handle.module, views, component.name).split, _ROWS_PER_BLOCK),
             )
             for component in storage.components(config.num_embeddings)
         }

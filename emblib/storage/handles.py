@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage.base import Storage, TableModule, TrainedModule, has_hyperparams
-from emblib.tables import parameters
+from emblib.tables import optimizer_hooks, parameters
 
 # Set by torch's own _apply_optimizer_in_backward on a parameter; `bind_view` may keep the object.
 _TORCH_OPTIMIZER_ATTRIBUTES = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
@@ -128,7 +128,7 @@ class TableHandle(nn.Module):
         return self._storage.views(self.module)[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return the rows as floats `[rows, dim]`, possibly a view.
+        """Return the rows as lookups read them, floats `[rows, dim]`, possibly a view.
 
         Raises:
             RuntimeError: `Storage.has_dense_rows` is false, e.g. because ids share stored rows.
@@ -139,7 +139,7 @@ class TableHandle(nn.Module):
                 f"{type(self._storage).__name__}: look up the ids whose rows you need, or read "
                 "what is stored with views()"
             )
-        return self.views()["weight"]
+        return optimizer_hooks.rows_as_read(self.module, self.views())
 
     def dense_blocks(self) -> Iterator[Tensor]:
         """Yield `dense_rows` in blocks of rows, in order.

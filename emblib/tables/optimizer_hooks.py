@@ -5,7 +5,8 @@ and `RowwiseAdagrad` with a `Counter`. `RowwiseAdagrad` with a `GlobalDecay` sca
 read (`decay_rows`). Both are plain tensor code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,48 @@ class GroupedRows:
         """Do nothing."""
 
 
-def find_global_decay(optimizer: Optimizer) -> GlobalDecay | None:
+def find_global_decay(optimizer: Optimizer | None) -> GlobalDecay | None:
     """Return the decay that an optimizer applies to rows as they are read; None without one."""
     return optimizer.global_decay if isinstance(optimizer, RowwiseAdagrad) else None
+
+
+def rows_as_read(module: Any, views: Mapping[str, Tensor], name: str = "weight") -> Tensor:
+    """Return the rows of a table as lookups read them now, `[R, dim]`.
+
+    They are the stored rows; with a `GlobalDecay` they are a copy, scaled by the missed steps.
+
+    Args:
+        module: the module of the table, with `optimizer` and `hyperparams`.
+        views: rows and optimizer states of the table by name, as a handle's `views` returns them.
+        name: name of the rows.
+    """
+    decay, rows = find_global_decay(module.optimizer), views[name]
+    if decay is None:
+        return rows
+    prev_iter = views["prev_iter" if name == "weight" else f"prev_iter.{name}"]
+    step, rate = module.hyperparams[Hyper.STEP] + 1, module.hyperparams[Hyper.LEARNING_RATE]
+    factors = decay.scale(prev_iter, step, rate).to(torch.float32)
+    return (rows.detach().float() * factors.view(-1, 1)).to(rows.dtype)
+
+
+def copy_decayed(source: Any, target: Any) -> None:
+    """Copy the rows that a `GlobalDecay` scales, as lookups read them, to a table for inference.
+
+    Args:
+        source: handle of a trained table.
+        target: handle of a table with the same rows.
+    """
+    if find_global_decay(getattr(source.module, "optimizer", None)) is not None:
+        views = source.views()
+        for name, rows in target.views().items():
+            if name == "weight" or f"prev_iter.{name}" in views:
+                rows.detach().copy_(rows_as_read(source.module, views, name))
+
+
+def tables_as_read(module: Any) -> list[Tensor]:
+    """Return the rows of all tables of a `TableBatchedEmbeddingBags` as lookups read them now."""
+    module.table_weights()  # flushes a cache
+    return [rows_as_read(module, views) for views in module.table_views()]
 
 
 def is_periodic(optimizer: Optimizer) -> bool:

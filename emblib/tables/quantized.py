@@ -29,7 +29,7 @@ from emblib.specs import (
     check_float_dtype,
     check_sequence,
 )
-from emblib.tables import base, batches, state_dicts
+from emblib.tables import base, batches, optimizer_hooks, state_dicts
 from emblib.tables.base import check_features, table_numbers, warn_of_dtype
 from emblib.tables.parameters import refuse_averages
 from emblib.tables.short_calls import LookupBoundsCheck, can_serve_inputs
@@ -760,7 +760,7 @@ class FloatTables(NamedTuple):
             is_tensor_train = isinstance(source, TableBatchedTTEmbeddingBags)
             return cls(
                 [TableSpec(spec.rows, spec.dim, spec.name) for spec in source.tables],
-                source if is_tensor_train else source.table_weights(),
+                source if is_tensor_train else optimizer_hooks.tables_as_read(source),
                 source.pooling,
                 source.feature_tables,
                 source.output_dtype,

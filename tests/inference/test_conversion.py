@@ -17,6 +17,7 @@ from emblib import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     HostRows,
+    KeyedJaggedTensor,
     Pooling,
     Precision,
     QuantizedEmbeddingBags,
@@ -29,6 +30,7 @@ from emblib import (
     optim,
 )
 from emblib.inference import InferenceEmbeddingBags, for_inference, quantization_errors
+from emblib.storage import QuotientRemainder
 
 IDS, OFFSETS = torch.tensor([3, 9, -(2**60), 5, 3, 40]), torch.tensor([0, 2, 3, 3, 6])
 
@@ -94,6 +96,30 @@ def test_plain_and_tensor_train_tables(format: str | None) -> None:
         kept = RowFormat.FP16 if source is plain else RowFormat.FP32
         assert error.format is (kept if format is None else RowFormat(format))
         assert (error.largest == 0) == (format is None)
+
+
+def test_rows_that_decay_without_lookups_are_converted_as_they_are_read() -> None:
+    decay = optim.GlobalDecay(rate=1.0)
+    optimizer = optim.RowwiseAdagrad(0.1, global_decay=decay)
+    ids, offsets = torch.arange(20), torch.arange(0, 21, 2)
+    bags = TableBatchedEmbeddingBags([TableSpec(20, 4, "item")], optimizer)
+    configs = [
+        EmbeddingBagConfig(20, 8, "dense", ["dense"]),
+        EmbeddingBagConfig(20, 8, "composed", ["composed"], storage=QuotientRemainder(7, "add")),
+    ]
+    collection = EmbeddingBagCollection(configs, optimizer=optimizer)
+    features = ["dense", "composed"]
+    batch = KeyedJaggedTensor(features, ids.repeat(2), lengths=torch.full((20,), 2))
+    for num_ids in (20, 4, 4, 4):  # the others decay
+        bags(ids[:num_ids], offsets[: num_ids // 2 + 1]).square().sum().backward()
+        lengths = torch.full((num_ids,), 2)
+        part = KeyedJaggedTensor(features, ids[:num_ids].repeat(2), lengths=lengths)
+        collection(part).values().square().sum().backward()
+    with torch.no_grad():
+        assert_close(for_inference(bags)(ids, offsets), bags(ids, offsets))
+        expected = collection(batch).values()
+        assert_close(for_inference(collection)(batch).values(), expected)
+        assert_close(collection.quantized(8)(batch).values(), expected, atol=0.01, rtol=0.01)
 
 
 def test_invalid_ids_are_handled_as_before() -> None:
