@@ -373,6 +373,7 @@ class RowInitializer(nn.Module):
             spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
         )
         self._all_have_fallback = all(spec.fallback_rows for spec in specs)
+        self._has_one_default = len({spec.default_value for spec in specs}) == 1
         unadmitted_rules = [
             [hash.rule_of(initializer or Constant(spec.default_value), spec)]
             for spec, initializer in zip(specs, initializers, strict=True)
@@ -461,8 +462,7 @@ class RowInitializer(nn.Module):
         slots = reads.indices
         if self._all_have_fallback:
             return reads
-        default_slots = torch.where(slots < 0, tables_of(keys), -1)
-        default_rows = self.default_values.view(-1)
+        default_slots, default_rows = self._default_slots(keys, slots), self.default_values.view(-1)
         if self._draws_unadmitted and inserted.result is not None and slots.numel():
             status, groups = inserted.result.status, inserted.misses.groups
             is_unadmitted = status == hash.NOT_ADMITTED
@@ -483,8 +483,14 @@ class RowInitializer(nn.Module):
         reads = self.with_fallback(keys, slots)
         if self._all_have_fallback:
             return reads
-        default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
+        default_slots = self._default_slots(keys, reads.indices)
         return reads.with_defaults(default_slots, self.default_values.view(-1))
+
+    def _default_slots(self, keys: Keys, indices: Tensor) -> Tensor:
+        """Return rows of `default_values` by position, int32 `[L]`, -1 where an index is >= 0."""
+        if self._has_one_default:  # row 0 serves all tables
+            return (indices >= 0).to(torch.int32).neg_()
+        return torch.where(indices < 0, tables_of(keys), -1).to(torch.int32)
 
     def _draw_rows(self, keys: Keys, inserted: InsertedBatch, is_unadmitted: Tensor) -> Tensor:
         """Draw flat default rows by miss, `[L * stride]`, for the keys that were not admitted."""
