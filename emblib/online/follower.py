@@ -122,7 +122,7 @@ class LogFollower:
         logs: list[Any] = list(sources) if isinstance(sources, list | tuple) else [sources]
         if not logs:
             raise ValueError("a follower needs the sink of each rank's log, got none")
-        self._logs = [_Log(check_sink(source)) for source in logs]
+        self._logs = [_Log(check_sink(source), len(logs)) for source in logs]
         self._step = None if step is None else check_count("step", step, minimum=0)
         if run is not None and (step is None or not isinstance(run, str)):
             raise TypeError(f"run must be ChangeLog.run, a text, and needs step=, got {run!r}")
@@ -201,6 +201,7 @@ class LogFollower:
                 has_more = self._poll()
                 while (key := self._next_boundary()) is not None:
                     self._apply(key)
+            self._check_ranks(is_at_end=True)
             has_skipped = any(log.has_skipped for log in self._logs)
             has_pending = any(log.pending for log in self._logs)  # another rank may be late
             if has_skipped and not has_pending:
@@ -318,15 +319,16 @@ class LogFollower:
         modules = [m for m in self.model.modules() if isinstance(m, QuantizedEmbeddingBags)]
         return [module for module in modules if not self._names.isdisjoint(module.table_names)]
 
-    def _check_ranks(self) -> None:
-        """Raise LogError unless pending records are of different ranks, of as many as the logs."""
-        first_records = [log.pending[0] for log in self._logs if log.pending]
-        ranks = sorted(record.rank for record in first_records)
-        for record in first_records:
-            if record.num_ranks != len(self._logs) or len(set(ranks)) < len(ranks):
+    def _check_ranks(self, *, is_at_end: bool = False) -> None:
+        """Raise LogError if logs are of one rank, or, at their ends, of another number of ranks."""
+        newest_records = [log.last_ranks for log in self._logs if log.last_ranks is not None]
+        ranks = sorted(rank for rank, _ in newest_records)
+        for _, num_ranks in newest_records:
+            is_other = num_ranks != len(self._logs)
+            if len(set(ranks)) < len(ranks) or (is_other and is_at_end):
                 raise LogError(
-                    f"the trainer has {record.num_ranks} ranks, and the {len(self._logs)} sources "
-                    f"are logs of ranks {ranks}: pass one source per rank"
+                    f"the trainer has {num_ranks} ranks, and the {len(self._logs)} sources are "
+                    f"logs of ranks {ranks}: pass one source per rank"
                 )
 
     def _apply(self, key: BoundaryKey) -> None:
@@ -431,10 +433,12 @@ class _Log:
         has_gap: whether the writer removed records before they were read, so that tables must be
             replaced by the rows of `pending[0]`, which has all of them.
         has_skipped: whether the last record was skipped, as it precedes the first with all rows.
+        last_ranks: rank, and number of the trainer's ranks, of the last record; None before the
+            first. Records of another number of ranks than logs are skipped: it has changed since.
     """
 
-    def __init__(self, source: Sink) -> None:
-        self._source = source
+    def __init__(self, source: Sink, num_ranks: int) -> None:
+        self._source, self._num_ranks = source, num_ranks
         self.restart()
 
     def restart(self) -> None:
@@ -446,6 +450,7 @@ class _Log:
         self.newest: BoundaryKey | None = None
         self.has_gap = False
         self.has_skipped = False
+        self.last_ranks: tuple[int, int] | None = None
 
     def poll(self, newest: BoundaryKey | None, *, needs_whole: bool) -> bool:
         """Read records, not much further than other logs; return whether there were any.
@@ -479,7 +484,9 @@ class _Log:
                 self.pending.clear()
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
             # The position last: after an interrupt, the record is read again.
-            if not self.has_skipped and not self._is_pending(record):
+            self.last_ranks = record.rank, record.num_ranks
+            is_of_ranks = record.num_ranks == self._num_ranks
+            if is_of_ranks and not self.has_skipped and not self._is_pending(record):
                 self.pending.append(record)
             self.newest, num_read = record.key, num_read + 1
             self._last_run = record.run

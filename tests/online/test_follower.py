@@ -511,6 +511,21 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     assert follower.apply() == 20
 
 
+def test_a_trainer_that_had_another_number_of_ranks(tmp_path: Path) -> None:
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    follower = LogFollower(_bags(), sinks)
+    for sequence in range(1, 100):
+        kind = RecordKind.DELTA if sequence % 40 else RecordKind.COMPACTION
+        older = decode(record(0, kind, 1, sequence, sequence), "")._replace(num_ranks=1)
+        sinks[0].append(encode(older))
+    with pytest.raises(LogError, match="the trainer has 1 ranks, and the 2 sources"):
+        follower.apply()
+    for rank, sink in enumerate(sinks):
+        sink.append(record(rank, RecordKind.SNAPSHOT, 2, 50, 1 if rank else 100))
+        sink.append(record(rank, RecordKind.DELTA, 2, 51, 2 if rank else 101))
+    assert follower.apply() == LogFollower(_bags(), sinks).apply() == 51
+
+
 def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
     sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
     follower = LogFollower(_bags(), sinks)
