@@ -128,7 +128,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   //
   // Return the slot of each id, -1 for a missing key.
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
-  // On the CPU only: check the offsets of a batch and find its keys. Returns [] if they are invalid.
+  // Check the offsets of a batch and find its keys; [] if they are invalid. On the CPU only.
   m.def(
       "hash_find_batch(Tensor[] index, Tensor features, Tensor ids, Tensor offsets, Tensor tables)"
       " -> Tensor[]");

@@ -29,8 +29,8 @@ inline constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced f
 // The maximum number of positions of a table, as a multiple of the average number per thread.
 inline constexpr int64_t kMaxImbalance = 4;
 
-// A batch of bags of keys and the index of its tables, checked. The struct points into the tensors of
-// the caller.
+// A batch of bags of keys and the index of its tables, checked. The struct points into the tensors
+// of the caller.
 //   tensors         the index, see HashIndex
 //   features        int64 [F, 8], see Feature
 //   ids             int64 [n], the key of each lookup

@@ -1,5 +1,5 @@
-// `hash_find_batch` and `hash_insert_batch_` on the CPU. The first checks the offsets of a batch and
-// finds its keys. The second inserts a training batch and groups its lookups, by the steps of
+// `hash_find_batch` and `hash_insert_batch_` on the CPU. The first checks the offsets of a batch
+// and finds its keys. The second inserts a training batch and groups its lookups, by the steps of
 // batch.h. It changes the index and the rows exactly as hash_touch_, hash_insert_ and
 // hash_initial_rows_ would. Both *decline* some batches: then they change nothing and return an
 // empty list.
@@ -13,8 +13,8 @@
 namespace emb {
 namespace {
 
-// Find the keys of a batch. Return [offsets, starts, slots]: members of BagsOfKeys, then the slot of
-// each position, int64 [n], -1 for a missing key. Changes nothing.
+// Find the keys of a batch. Return [offsets, starts, slots]: members of BagsOfKeys, then the slot
+// of each position, int64 [n], -1 for a missing key. Changes nothing.
 //
 // The op declines a batch without bags, and a batch whose offsets do not ascend from 0 to n.
 std::vector<Tensor> hash_find_batch(std::vector<Tensor> tensors, const Tensor& features,
