@@ -582,10 +582,15 @@ def check_not_replicated(buffer: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None or ddp.process_group.size() == 1:
-        return
-    if any(replicated is buffer for replicated in ddp.modules_buffers):
+    if ddp is not None and is_replicated_by(ddp, buffer):
         refuse_replicas()
+
+
+def is_replicated_by(ddp: DistributedDataParallel, buffer: Tensor) -> bool:
+    """Return whether `ddp` replicates the module of a buffer on several ranks."""
+    return ddp.process_group.size() > 1 and any(
+        replicated is buffer for replicated in ddp.modules_buffers
+    )
 
 
 def refuse_replicas() -> NoReturn:

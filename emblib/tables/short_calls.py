@@ -33,6 +33,7 @@ from emblib.tables import batches, optimizer_hooks
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, BatchCheck, report_of
 from emblib.tables.cache import BatchId, BatchInFlight, PrefetchingCache
 from emblib.tables.memory import Memory
+from emblib.tables.parameters import is_replicated_by
 from emblib.tables.recomputation import checkpointed_forward, is_recomputation
 
 _lookup_checked = c_function(tbe.tbe_lookup_checked_)
@@ -226,13 +227,15 @@ class ShortCalls:
         """Return whether a call with these arguments may be short.
 
         False if `can_serve_tables` or `can_serve_inputs` is false, the module refuses short calls,
-        `DistributedDataParallel` runs a forward, or the lookup is only for its backward.
+        `DistributedDataParallel` replicates it, or the lookup is only for its backward. In DDP it
+        is as outside, where backward repeats a checkpointed forward with the same saved tensors.
         """
+        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return (
             self.can_serve_tables
             and not module.refuses_short_calls
             and can_serve_inputs(self._device, indices, offsets, sample_weights)
-            and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+            and (ddp is None or not is_replicated_by(ddp, self.batch.features))
             and not autograd.is_for_update()
         )
 

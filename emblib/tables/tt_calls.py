@@ -24,6 +24,7 @@ from emblib.ops.scaled_gradients import scale_of_backward, unscale
 from emblib.specs import BoundsCheck
 from emblib.tables import batches
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
+from emblib.tables.parameters import is_replicated_by
 from emblib.tables.recomputation import is_recomputation
 
 if TYPE_CHECKING:
@@ -130,11 +131,12 @@ class ShortTTCalls:
 
         False if `can_serve_tables` is false, a mode, transform or compiler of torch must see every
         op, a tensor is of a subclass, indices or offsets are on another device, sample weights
-        require a gradient, a core is frozen or shared, `DistributedDataParallel` runs a forward, or
-        the batch is so long that it is looked up in chunks.
+        require a gradient, a core is frozen or shared, `DistributedDataParallel` replicates the
+        module, or the batch is so long that it is looked up in chunks.
 
         `indices` is `[L]`, `offsets` `[F * B + 1]` or `[bags + 1]`, `sample_weights` `[L]` or None.
         """
+        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return (
             self.can_serve_tables
             and batches.is_eager(indices)
@@ -148,7 +150,7 @@ class ShortTTCalls:
             and not module.frozen_cores
             and not module.shared_gradients
             and indices.numel() <= self._max_lookups
-            and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+            and (ddp is None or not is_replicated_by(ddp, self._features))
         )
 
     def __call__(
