@@ -1,6 +1,7 @@
 """Dynamic tables in two tiers: the same bits as one large table, whatever moves where."""
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -131,6 +132,32 @@ def test_a_key_that_returned_gets_no_update_of_its_old_row(removal: str) -> None
     assert int(module.dropped_updates) == 1
     returned.sum().backward()
     assert module.eval()(key, offset).item() == -1.0
+    assert int(module.dropped_updates) == 1
+
+
+@pytest.mark.parametrize("removal", ["erase", "drop"])
+def test_changes_remove_keys_behind_a_store(removal: str) -> None:
+    """As `test_a_key_that_returned_gets_no_update_of_its_old_row`."""
+    spec = DynamicSpec(32, 1, name="t", initializer=Constant(0.0))
+    store = HostRows(32 if removal == "drop" else 512)
+    module = DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=BackingStore(store))
+    source = DynamicEmbeddingBags([DynamicSpec(512, 1, name="t")], optim.SGD(1.0))
+    source.track_evictions()
+    key, offset, offsets = torch.tensor([7]), torch.tensor([0, 1]), torch.arange(33)
+    source(key if removal == "erase" else key + 1, offset)
+    waits, since = module(key, offset), source.num_training_steps
+    if removal == "erase":
+        source.erase(0, key)
+    else:
+        module(torch.arange(100, 132), offsets)  # demotes 7
+    source(torch.arange(200, 232), offsets)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* had no slot for all keys")
+        apply_changes(module, changes_since(source, since))
+    assert not bool(module.table_handles()["t"].contains(key))
+    module(key, offset)
+    module(torch.arange(400, 432), offsets)
+    waits.sum().backward()
     assert int(module.dropped_updates) == 1
 
 

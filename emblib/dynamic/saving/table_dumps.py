@@ -364,6 +364,7 @@ def _apply_to_table(
     # Changed entries go to the backing store, whichever tier they were in.
     state.backing.erase(table, removed)
     loading.erase(target, torch.cat([removed, upserts.keys]))
+    state.record_evictions(table, removed)
     return state.backing.load_entries(table, upserts, report)
 
 

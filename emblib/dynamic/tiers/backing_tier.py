@@ -677,7 +677,9 @@ class BackingTier:
         stored_rows = StoredRows(
             entries.keys.cpu(), entries.stamps.cpu(), scores.cpu(), torch.cat(values, dim=1)
         )
-        return self.store.put(table, stored_rows).keys.numel()
+        dropped_keys = self.store.put(table, stored_rows).keys
+        self.fast.record_evictions(table, dropped_keys)
+        return dropped_keys.numel()
 
     def absent_keys(self, table: int, keys: Tensor) -> Tensor:
         """Write overflow rows back; return those of `keys`, on the CPU, that the store lacks."""
