@@ -33,14 +33,18 @@ class InstallOnImport(MetaPathFinder, Loader):
         """Install if `name` is one of `ROOTS`, and remove this finder; return None for other names.
 
         The result is the spec of the installed module, or None for TorchRec, which other finders
-        find. Errors are those of `emblib.compat.fbgemm.install`.
+        find. Raises ValueError for an unknown value of the variable, and the errors of
+        `emblib.compat.fbgemm.install`.
         """
         if name not in ROOTS:
             return None
+        setting = os.environ.get("EMBLIB_AS_FBGEMM", "1")
+        if setting not in ("", "0", "1", "fallback"):
+            raise ValueError(f"EMBLIB_AS_FBGEMM must be 0, 1 or fallback, got {setting!r}")
         sys.meta_path.remove(self)
         from emblib.compat import fbgemm
 
-        fbgemm.install(fallback=os.environ.get("EMBLIB_AS_FBGEMM") == "fallback")
+        fbgemm.install(fallback=setting == "fallback")
         spec = sys.modules[name].__spec__ if name in sys.modules else None
         if spec is not None:
             spec.loader = self  # the import returns the installed module itself

@@ -107,6 +107,21 @@ def test_the_switch_reaches_children(tmp_path: Path) -> None:
         run(source, {"PYTHONPATH": os.pathsep.join(paths), "EMBLIB_AS_FBGEMM": value})
 
 
+def test_the_switch_refuses_unknown_values(tmp_path: Path) -> None:
+    switch_folder(tmp_path)
+    source = """
+        for package in ("fbgemm_gpu", "torchrec", "fbgemm_gpu"):
+            try:
+                __import__(package)
+            except ValueError as error:
+                assert "EMBLIB_AS_FBGEMM must be 0, 1 or fallback, got 'off'" in str(error)
+            else:
+                raise AssertionError
+    """
+    paths = [str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    run(source, {"PYTHONPATH": os.pathsep.join(paths), "EMBLIB_AS_FBGEMM": "off"})
+
+
 def test_another_fbgemm_raises() -> None:
     run(
         """
