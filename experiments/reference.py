@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def update(*, write: bool) -> int:
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     """Copy a run to <folder>/<device>/<experiment>, with compressed samples; return the copy.
 
-    An earlier copy is replaced.
+    An earlier copy is replaced once the new one is complete.
 
     Raises:
         UsageError: the run is damaged, a smoke run or itself the stored reference, or did not
@@ -102,14 +103,18 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     target = folder / device / folder_name(stored_run.config.name)
     if target.resolve() == run_directory.resolve():
         raise UsageError(f"{run_directory} is the stored reference itself")
-    if target.exists():
-        shutil.rmtree(target)
-    target.mkdir(parents=True)
-    for pattern in KEPT_PATTERNS:
-        for source in sorted(run_directory.glob(pattern)):
-            shutil.copy2(source, target / source.name)
-    if (target / POINTS).is_file():
-        pack_records(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
+        copy = Path(scratch) / "copy"
+        copy.mkdir()
+        for pattern in KEPT_PATTERNS:
+            for source in sorted(run_directory.glob(pattern)):
+                shutil.copy2(source, copy / source.name)
+        if (copy / POINTS).is_file():
+            pack_records(copy)
+        if target.exists():
+            target.rename(Path(scratch) / "earlier")
+        copy.rename(target)
     return target
 
 

@@ -76,6 +76,22 @@ def test_a_stored_reference_is_not_replaced_by_itself(tmp_path: Path) -> None:
     assert has_records(stored)
 
 
+def test_a_copy_that_fails_leaves_the_earlier_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", Recipe(words=SMALL, replicates=1))
+    stored = reference.keep(run, tmp_path / "references")
+    contents = {path.name: path.read_bytes() for path in stored.iterdir()}
+    monkeypatch.delattr(reference, "pack_records")
+    with pytest.raises(NameError):
+        reference.keep(run, tmp_path / "references")
+    assert {path.name: path.read_bytes() for path in stored.iterdir()} == contents
+    assert list(stored.parent.iterdir()) == [stored]
+    monkeypatch.undo()
+    assert reference.keep(run, tmp_path / "references") == stored
+    assert list(stored.parent.iterdir()) == [stored]
+
+
 def test_an_unfinished_run_is_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
