@@ -109,6 +109,18 @@ class Tiered(Dynamic):
     def _store(self) -> emblib.RowStore:
         return emblib.HostRows(2 * max(shape.rows for shape in self.task.shapes))
 
+    def nbytes(self) -> dict[str, int]:
+        """Add the values of the rows in the slow tier to the bytes of the fast tier."""
+        nbytes, handles = super().nbytes(), self.module.table_handles().values()
+        for table, shape in zip(handles, self.task.shapes, strict=True):
+            stored_rows = max(0, table.size() - table.capacity())
+            state_columns = {"sgd": 0, "rowwise_adagrad": 1}.get(
+                self.task.optimizer.value, shape.dim
+            )
+            nbytes["weights"] += 4 * shape.dim * stored_rows
+            nbytes["optimizer_state"] += 4 * state_columns * stored_rows
+        return nbytes
+
     def prepare(self, batch: Batch) -> Prepared:
         """Lay out the batch and count its distinct rows, which `counters` needs."""
         prepared = super().prepare(batch)

@@ -49,6 +49,16 @@ def test_a_table_without_lookups_is_verified(name: str) -> None:
     verify(build(name, dataclasses.replace(task(), new_keys=new_keys)), batch)
 
 
+@pytest.mark.parametrize("name", ["tiered_lru", "tiered_hybrid", "tiered_disk", "cached_lru"])
+def test_the_bytes_of_a_table_are_those_of_all_its_tiers(name: str) -> None:
+    shapes = (TableShape(2000, 16), TableShape(500, 8))
+    for optimizer in (Optimizer.sgd, Optimizer.adagrad):
+        tiers = build(name, dataclasses.replace(task(optimizer), shapes=shapes, cache=0.1))
+        weights, states = (tiers.nbytes()[use] for use in ("weights", "optimizer_state"))
+        assert 1 <= weights / (4 * (2000 * 16 + 500 * 8)) < 1.2  # with keys of the fast tier
+        assert states == 0 if optimizer is Optimizer.sgd else states / weights > 0.9
+
+
 CANNOT = {
     ("torch", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
     ("torchrec_unsharded", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
