@@ -105,7 +105,7 @@ def default_base(config: Config, *, smoke: bool) -> str:
     The default is gate.head in a smoke run, else the first of DEFAULT_BASES that exists.
 
     Raises:
-        UsageError: none of DEFAULT_BASES exists.
+        UsageError: none of DEFAULT_BASES exists, or git is missing.
     """
     if config.gate.base:
         return config.gate.base
@@ -116,7 +116,8 @@ def default_base(config: Config, *, smoke: bool) -> str:
             resolve(name)
             return name
         except UsageError:
-            continue
+            if shutil.which("git") is None:
+                raise
     raise UsageError("gate.base: there is neither origin/main nor HEAD; name a revision")
 
 

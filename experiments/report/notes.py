@@ -184,14 +184,15 @@ def _scaled_sentences(run: Run) -> list[str]:
 def _unfinished_sentences(run: Run) -> list[str]:
     """Describe what was planned and not measured: cells, processes of cells, values of axes."""
     sentences, processes = [], run.processes_per_cell()
-    status = run.info.get("status", "finished")
+    # A run that is killed, or whose disk is full, has no run.json.
+    status = run.info.get("status", "finished" if run.info else "killed")
     if status != "finished":
         num_cells = len({record["cell"] for record in run.records})
+        planned_cells = run.info.get("cells")
+        progress = f"{num_cells} of " * (planned_cells is not None)
+        progress += text.count(num_cells if planned_cells is None else planned_cells, "cell")
         ending = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
-        sentences.append(
-            f"{ending} after {num_cells} of {text.count(int(run.info.get('cells', 0)), 'cell')}; "
-            "the same command continues."
-        )
+        sentences.append(f"{ending} after {progress}; the same command continues.")
     counts_below_plan = [count for count in processes.values() if count < run.planned_processes]
     if counts_below_plan:
         planned = text.count(run.planned_processes, "process", "processes")

@@ -65,7 +65,7 @@ class RunStore:
 
     @classmethod
     def create(cls, folder: Path, experiment: str) -> RunStore:
-        """Create <folder>/<experiment>/<time>-<pid>, with a number added if that exists.
+        """Create <folder>/<experiment>/<UTC time>-<pid>, with a number added if that exists.
 
         Raises:
             UsageError: the experiment's name is not the name of a folder.
@@ -73,7 +73,7 @@ class RunStore:
         """
         if experiment != MULTIRUN:  # a launch of several runs, whose name no experiment may have
             folder_name(experiment)
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         for attempt in itertools.count():
             path = folder / experiment / f"{stamp}-{os.getpid()}{f'-{attempt}' * (attempt > 0)}"
             try:

@@ -82,6 +82,8 @@ def test_a_machine_without_git_is_told_so(
     monkeypatch.setenv("PATH", str(repository))
     with pytest.raises(UsageError, match="the gate needs git"):
         revisions.resolve("HEAD")
+    with pytest.raises(UsageError, match="the gate needs git"):
+        revisions.default_base(Config(), smoke=False)
 
 
 def test_equal_native_sources_use_what_is_installed(

@@ -401,6 +401,8 @@ def test_a_pass_that_the_budget_cut_off_is_admitted(tmp_path: Path) -> None:
     said = " ".join(notes.notices(run))
     assert "2 of 4 cells were measured in fewer than the planned 3 processes (fewest: 2)" in said
     assert "Interrupted after 4 of 4 cells" in said
+    (run.path / "run.json").unlink()
+    assert "Ended early (killed) after 4 cells" in " ".join(notes.notices(Run.read(run.path)))
 
 
 def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -> None:

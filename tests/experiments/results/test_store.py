@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
         points.write_text(damaged + '\n{"number": 2}\n')
         with pytest.raises(ValueError, match="line 1 is damaged"):
             read_records(tmp_path)
+
+
+def test_names_of_runs_ascend_in_any_time_zone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for zone in ("EAST-14", "WEST+8"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        names.append(RunStore.create(tmp_path, "gate").path.name)
+    monkeypatch.undo()
+    time.tzset()
+    assert names == sorted(names)
 
 
 def test_records_of_a_later_schema_are_refused(tmp_path: Path) -> None:
