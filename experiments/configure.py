@@ -32,6 +32,7 @@ from experiments.config.schema import (
     DeviceKind,
     Distribution,
     Mode,
+    ReportConfig,
     Tables,
     UsageError,
     WorkloadConfig,
@@ -130,6 +131,8 @@ def _check_effects(config: Config, arguments: Sequence[str]) -> None:
             cells = swept
         if override.value() == [] or not (cases + swept if is_run else cells):
             continue
+        if not _is_measured(key, config.report, cells):
+            raise UsageError(f"'{override.input_line}': nothing that is measured has it")
         if not cells:
             reason = f"only cases are measured, and cases.NAME.{key} sets theirs"
         elif words := _axes_without_effect(point.workload).get(key.removeprefix("workload.")):
@@ -140,6 +143,21 @@ def _check_effects(config: Config, arguments: Sequence[str]) -> None:
             continue
         cases_note = f" (cases: {', '.join(config.cases)})" if config.cases and is_run else ""
         raise UsageError(f"'{override.input_line}' changes nothing: {reason}{cases_note}")
+
+
+def _is_measured(key: str, report: ReportConfig, cells: Sequence[Cell]) -> bool:
+    """Return whether an arm is what a key of `report` names; True for other keys."""
+    arms = [arm for cell in cells for arm in cell.arms]
+    cache_sizes = [size for cell in cells for size in cell.cache.fractions]
+    cache_sizes += [arm.cache for arm in arms]
+    values: dict[str, tuple[object, Sequence[object]]] = {
+        "report.subject": (report.subject, [arm.contender for arm in arms]),
+        "report.baseline": (report.baseline, [arm.contender for arm in arms]),
+        "report.subject_rank": (report.subject_rank, [arm.rank for arm in arms]),
+        "report.subject_cache": (report.subject_cache, cache_sizes),
+    }
+    value, measured_values = values.get(key, (0, [0]))
+    return value in measured_values
 
 
 def _is_read(key: str, kind: kinds.Kind, cells: Sequence[Cell]) -> bool:
@@ -454,6 +472,11 @@ def check_values(config: Config) -> None:
             elif required_type is ContenderType.BOTH:
                 required_type = ContenderType.BAGS
             check_contender_types(prefix, point.contenders, required_type)
+            if required_type is ContenderType.KEYED:
+                workload, swept_t = point.workload, [] if prefix else config.sweep.T
+                num_tables = max(len(workload.sizes) or workload.T, *swept_t, 0)
+                is_one = num_tables <= 1 and workload.tables is Tables.equal
+                require(f"{prefix}workload.T must be 1 for hash tables", num_tables, holds=is_one)
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
         optional_arms = point_kind.arms.optional_arms if point_kind else ()
         for name in point.contenders:

@@ -25,6 +25,8 @@ class Gate(base.Kind):
             minimum = 1 if name.endswith("pairs") else 0
             value = getattr(config.gate, name)
             require(f"gate.{name} must be >= {minimum}", value, holds=value >= minimum)
+        modes = [mode.value for mode in config.timing.modes]
+        require("timing.modes must be one mode", modes, holds=len(modes) == 1)
         for name in ("min_effect", "max_margin"):
             value = getattr(config.gate, name)
             require(f"gate.{name} must be > 0", value, holds=value > 0)
