@@ -8,15 +8,23 @@ distinct row of a batch.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pandas as pd
 
 from experiments.config.schema import AXES
-from experiments.config.sweep import IDEAL_CACHES, SWEEP, Arm, label_of
+from experiments.config.sweep import EXACT_CACHES, IDEAL_CACHES, SWEEP, Arm, label_of
 from experiments.report import text
-from experiments.report.charts import DASHED, Curve, Floats, Mark, Scale, curves, percent_scale
+from experiments.report.charts import (
+    DASHED,
+    SHORT_DASHED,
+    Curve,
+    Floats,
+    Mark,
+    Scale,
+    curves,
+    percent_scale,
+)
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
@@ -33,10 +41,11 @@ _HIT_RATE_NOTE = (
 )
 _IDEAL_NOTES = (
     "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
-    "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
-    "this trace. Among rows due in the same batch it keeps those with more lookups.",
+    "keeps the ones looked up again soonest. No cache of that size that begins empty serves more "
+    "distinct rows of this trace. Of rows due in the same batch it keeps those with more lookups.",
     "'Static top-k' admits the k most frequent rows of the trace and no others. Both ideal caches "
-    "know the whole trace; like any cache, they can store a row only after its first lookup.",
+    "know the whole trace; like any cache, they can store a row only after its first lookup. The "
+    "fast tier of a table in two tiers begins with the rows inserted last, so it can exceed both.",
     "The dotted line is the top-k of the distribution: the expected hit rate if the k most likely "
     "rows were always in the cache, as in an endless trace. It can lie above the others where a "
     "trace is too short for every popular row to be looked up once.",
@@ -229,9 +238,6 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     return [f"{command}.", caption, "", *table, "", link]
 
 
-NAME_OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its name, by curve
-
-
 def figures(run: Run) -> list[Figure]:
     """Return the figures of hit rates by size, throughput by hit rate, skew, and filling."""
     hit_rates = _hit_rate_figures(run)
@@ -241,7 +247,9 @@ def figures(run: Run) -> list[Figure]:
 
 
 def policy_curve(contender: str, x: Floats, y: Floats) -> Curve:
-    """Return the curve of a policy; ideals are dashed."""
+    """Return the curve of a policy; ideals and exact policies are dashed."""
+    if contender in EXACT_CACHES:  # often on the curve of the table that approximates it
+        return contender_curve(contender, x, y, line=SHORT_DASHED, is_hollow=True, is_on_top=True)
     if contender not in IDEAL_CACHES:
         return contender_curve(contender, x, y)
     return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, is_on_top=True)
@@ -261,8 +269,8 @@ def _hit_rate_figures(run: Run) -> list[Figure]:
     caption = (
         "Share of the lookups, and of the distinct rows of a batch, that hit in the cache once it "
         "has been filled. Solid: measured. Dashed: ideals, which know the whole trace; per "
-        "distinct row no cache can exceed the offline optimum. Dotted: the most probable rows of "
-        "the distribution of ids, in an endless trace. Higher is better."
+        "distinct row no cache that begins empty can exceed the offline optimum. Dotted: the most "
+        "probable rows of the distribution of ids, in an endless trace. Higher is better."
     )
     result = []
     for name, title, cells in (
@@ -339,14 +347,18 @@ def _draw_by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
     Steps without a cache are level lines.
     """
     cached_rows = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
-    lines = []
-    groups = cached_rows.groupby("contender", sort=False)
-    for (name, group), offset in zip(groups, itertools.cycle(NAME_OFFSETS), strict=False):
-        sizes = [f"{100 * size:g}" for size in group["cache"]]
-        bounds = {"low": group["lo"], "high": group["hi"]}
-        name_style = {"names": sizes, "offset": offset, "width": 1.6}
-        x = 100 * group["row_hit_rate"]
-        lines.append(contender_curve(str(name), x, group["y"], **bounds, **name_style))
+    lines = [
+        contender_curve(
+            str(name),
+            100 * group["row_hit_rate"],
+            group["y"],
+            low=group["lo"],
+            high=group["hi"],
+            names=[f"{100 * size:g}" for size in group["cache"]],
+            width=1.6,
+        )
+        for name, group in cached_rows.groupby("contender", sort=False)
+    ]
     marks = [
         Mark(row["y"], colour_of(str(row["contender"])), DASHED, 1.5, f"{row['label']}, no cache")
         for _, row in rows[rows["row_hit_rate"].isna()].iterrows()
@@ -393,7 +405,7 @@ def _axis_figure(run: Run) -> Figure | None:
 
 
 def _filling_figure(run: Run) -> Figure | None:
-    """Return the figure of the hit rate of each batch from an empty cache, at the headline size."""
+    """Return the figure of the hit rate of each batch, at the headline size."""
     headline = headline_rows(run)
     if headline is None:
         return None
@@ -425,7 +437,7 @@ def _filling_figure(run: Run) -> Figure | None:
         )
     return Figure(
         "filling",
-        f"From an empty cache of {size_of(headline.iloc[0])} of the rows",
+        f"Batch by batch, with {size_of(headline.iloc[0])} of the rows in the cache",
         "Hit rate of each batch. Where the line is level, the cache has stopped filling.",
         run.sizes(SWEEP),
         panels,

@@ -46,6 +46,13 @@ NEGLIGIBLE_LOSS = 0.001  # of AUC; a smaller loss counts as none
 TENSOR_TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
 MIN_EXCESS = 0.01  # of the bytes of a share; a smaller excess is not stated
 _MARKERS = "osDv^P*XhpdH<>o"  # of methods, in the order of QUALITY_METHODS
+# Methods whose colour in that order would be too near that of another.
+_COLOURS = {
+    PLAIN: INK,
+    "tt_as_given": COLOURS["tbe"],
+    "tt_from_plain": COLOURS["sky"],
+    "planned": COLOURS["tt"],
+}
 HEIGHT = 4.2  # inches of a panel
 METHOD_SHIFT = 0.022  # shift between methods of equal size, in powers of two
 MIDDLE_METHOD = 10  # index in QUALITY_METHODS of the method that is drawn without a shift
@@ -341,7 +348,7 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
     return Curve(
         x,
         rows["auc_change"],
-        INK if method == PLAIN else list(COLOURS.values())[method_index],
+        _COLOURS.get(method, list(COLOURS.values())[method_index]),
         QUALITY_METHODS[method],
         marker=_MARKERS[method_index % len(_MARKERS)],
         line="-" if column == "times_smaller" else "",

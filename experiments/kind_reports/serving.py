@@ -50,7 +50,11 @@ NOTES = (
     "others. 'From disk' is after the system was asked to drop the file from memory.",
 )
 # Colours differ by library, and lines by format, with which the name of a contender ends.
-LINE_OF_FORMAT: Mapping[str, LineStyle] = {"fp32": DOTTED, "int8": "-", "int4": DASHED}
+STYLE_OF_FORMAT: Mapping[str, Mapping[str, LineStyle]] = {
+    "fp32": {"line": DOTTED, "marker": "o"},
+    "int8": {"line": "-", "marker": "s"},
+    "int4": {"line": DASHED, "marker": "^"},
+}
 
 
 def answer(run: Run) -> list[str]:
@@ -187,7 +191,7 @@ def figures(run: Run) -> list[Figure]:
                 group["bags_per_s"] / 1e3,
                 group["p99_s"],
                 label=label_of(str(name)),
-                line=LINE_OF_FORMAT.get(str(name).rpartition("_")[2], "-"),
+                **STYLE_OF_FORMAT.get(str(name).rpartition("_")[2], {}),
             )
             for name, group in batch_rows.groupby("contender", sort=False)
         ]
@@ -202,8 +206,8 @@ def figures(run: Run) -> list[Figure]:
         Figure(
             "serving",
             "Latency that 99 % of requests stay below, against throughput",
-            f"{clients.capitalize()}. Each line is one library and format; its points are {loads} "
-            "of the rate that it answers when saturated. Right and down is better.",
+            f"{clients.capitalize()}. A colour is a library, a line and its marker a format; "
+            f"points are {loads} of the rate answered when saturated. Right and down is better.",
             run.sizes(run.sections()[0]),
             panels,
         )

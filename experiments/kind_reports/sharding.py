@@ -376,7 +376,7 @@ def _scaling_figure(run: Run, rows: pd.DataFrame, predicted_steps: pd.DataFrame)
             predicted_steps, beyond=True, scaling=scaling.value, section=section
         )
         drawing = _draw_scaling(select(scaling_rows, section=section), predicted_rows)
-        panels.append(Panel(f"{scaling.value.capitalize()} scaling", drawing, 1.1 * WIDTH))
+        panels.append(Panel(f"{scaling.value.capitalize()} scaling", drawing, 1.4 * WIDTH))
     return Figure(
         "scaling",
         "Time of a step over ranks",
@@ -416,7 +416,8 @@ def _draw_scaling(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
         lines.append(Curve([], [], INK, "predicted", "o", DASHED, 1.2, is_hollow=True))
     predicted_worlds = predicted_rows["world_size"] if len(predicted_rows) else ()
     ticks = sorted({*rows["world_size"], *predicted_worlds})
-    return curves(lines, Scale("ranks", log=2, ticks=ticks), Scale("ms per step", log=10))
+    x_scale = Scale("ranks", log=2, ticks=ticks)
+    return curves(lines, x_scale, Scale("ms per step", log=10), name_position="outside")
 
 
 def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
@@ -438,7 +439,7 @@ def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
             )
             for _, row in world_rows.iterrows()
         ]
-        drawing = charts.row_chart(lines, Scale("ms per step (hatched: all but lookup and update)"))
+        drawing = charts.row_chart(lines, Scale("ms per step"))
         panels.append(
             Panel(text.count(world, "rank"), drawing, height=1.4 + BAR_HEIGHT * len(world_rows))
         )

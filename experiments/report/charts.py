@@ -7,6 +7,7 @@ are shortened (`shorten`), because they would leave no width for the plot.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from matplotlib.axis import Axis, XAxis, YAxis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 from matplotlib.path import Path
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox, Transform, offset_copy
 
 from experiments.report import text
@@ -32,11 +33,13 @@ Floats = Iterable[float]  # a list, range or Series, not an iterator: it is read
 MAX_NAME_LETTERS = 36  # maximum length of the name of a curve, tick or column
 MAX_POINT_LETTERS = 27  # maximum length of the name of a point, which is inside the panel
 MAX_ROW_LETTERS = 46  # maximum length of the name of a row
-MAX_LEVEL_TICK_LETTERS = 64  # names of ticks with more letters in all are tilted
+MAX_LEVEL_TICK_LETTERS = 56  # names of ticks that need more letters in all are tilted
 TILT: dict[str, Any] = {"rotation": 25, "ha": "right"}  # options of tilted names below an axis
 NAME_LIFT = 9.0  # typographic points from a line to the middle of a name above or below it
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
+MIN_LOG_SPAN = 1.8  # ratio of the ends of an axis below which its ticks are at equal distances
+MAX_SHORT_TICKS = 5  # maximum number of intervals between these ticks
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
 EDGE_GAP = 11.0  # points from the panel to names right of it: room for lines to moved names
 END_GAP = 12.0  # typographic points from the end of a curve to its name
@@ -99,7 +102,10 @@ class Scale:
         getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))
         if self.ticks:
             names = [shorten(n) for n in self.names] or [text.number(t) for t in self.ticks]
-            num_letters = sum(max(map(len, name.split("\n"))) for name in names)
+            lengths = [max(map(len, name.split("\n"))) for name in names]
+            # The nearest neighbours decide, with a gap of about two letters between them.
+            longest_pair = max(map(sum, itertools.pairwise(lengths)), default=0)
+            num_letters = len(names) * (longest_pair / 2 + 2)
             is_tilted = isinstance(axis, XAxis) and num_letters > MAX_LEVEL_TICK_LETTERS
             options = TILT if is_tilted else {}
             axis.set_ticks(self.ticks, names, fontsize=8 if self.names else None, **options)
@@ -136,7 +142,11 @@ def set_plain_ticks(axis: Axis) -> None:
         (200, (1.0, 2.0, 5.0)),
     )
     decade_ticks = next((ticks for max_span, ticks in ticks_by_max_span if span < max_span), (1.0,))
-    axis.set_major_locator(LogLocator(subs=decade_ticks))
+    # In less than an octave a LogLocator chooses ticks for a linear scale, too many of them.
+    is_short = span < MIN_LOG_SPAN
+    axis.set_major_locator(
+        MaxNLocator(MAX_SHORT_TICKS) if is_short else LogLocator(subs=decade_ticks)
+    )
     axis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}")
     )
@@ -162,9 +172,7 @@ class Curve:
             `high` is nan, no interval of the curve is drawn.
         high: upper ends of the intervals; needed with `low`.
         is_band: whether the intervals form a band; else each is a bar.
-        names: names of the first points. With `name_position="points"` every point needs one.
-        offset: typographic points from a point to its name (right, up); (0, 0) leaves out names,
-            except with `name_position="points"`, which does not use the offset.
+        names: names of the first points, written next to them.
         is_on_top: whether the curve is drawn over other curves.
         edge_name: name right of the panel, at the height of the last point; "" for none.
     """
@@ -183,7 +191,6 @@ class Curve:
     high: Floats | None = None
     is_band: bool = False
     names: Sequence[str] = ()
-    offset: tuple[float, float] = (0, 7)
     is_on_top: bool = False
     edge_name: str = ""
 
@@ -218,7 +225,7 @@ def curves(
         y: vertical scale.
         name_position: position of the names: a location of a legend, "outside" (a legend right of
             the panel), "below" (a legend below it), "ends" (at the right end of each curve),
-            "points" (next to each point; every curve needs a name per point) or "" (nowhere).
+            "points" (only the names of points, with room for them) or "" (nowhere).
         columns: number of columns of the legend; fewer if they are wider than the panel.
         marks: lines across the panel. On a logarithmic vertical scale, a horizontal line far from
             all points is left out, unless it has an annotation or a label.
@@ -235,10 +242,10 @@ def curves(
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
         _annotate_vertical_marks(axes, marks)
-        names = _edge_names(lines, marks)
-        if name_position == "points":
-            names += _point_names(axes, lines)
-        elif name_position == "ends":
+        if any(line.names for line in lines):
+            _lay_out(axes)
+        names = _edge_names(lines, marks) + _point_names(axes, lines, marks)
+        if name_position == "ends":
             labelled_lines = [line for line in lines if line.label]
             right_end = max((max(line.x) for line in labelled_lines), default=0.0)
             names += [
@@ -251,7 +258,7 @@ def curves(
                 )
                 for line in labelled_lines
             ]
-        elif name_position and axes.get_legend_handles_labels()[1]:
+        elif name_position not in ("", "points") and axes.get_legend_handles_labels()[1]:
             _draw_legend(axes, name_position, columns)
         _write_names(axes, names)
 
@@ -299,14 +306,19 @@ def _draw_legend(axes: Axes, position: str, columns: int) -> None:
         if columns == 1:
             break
         columns -= 1
-    engine = canvas.get_layout_engine()
-    if position == "below" and engine is not None:
-        # The legend makes the panel lower, and names at its edge are placed by its final height.
+    if position == "below":
+        _lay_out(axes)  # the legend makes the panel lower
+
+
+def _lay_out(axes: Axes) -> None:
+    """Give the panel about its final size, by which names are placed."""
+    canvas = cast(Canvas, axes.figure)
+    if (engine := canvas.get_layout_engine()) is not None:
         engine.execute(canvas)
 
 
 def _draw_curve(axes: Axes, line: Curve) -> None:
-    """Draw one curve with its error bars or band, and the names of its points."""
+    """Draw one curve with its error bars or band."""
     x, y = list(line.x), list(line.y)
     style: dict[str, Any] = {
         "color": line.colour,
@@ -330,17 +342,6 @@ def _draw_curve(axes: Axes, line: Curve) -> None:
         axes.errorbar(x, y, yerr=[errors_below, errors_above], capsize=3, **style)
     else:
         axes.plot(x, y, **style)
-    for point, name in zip(zip(x, y, strict=True), line.names, strict=False):
-        if line.offset != (0, 0):
-            axes.annotate(
-                name,
-                point,
-                line.offset,
-                textcoords="offset points",
-                color=line.colour,
-                fontsize=8,
-                ha="center",
-            )
 
 
 def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -396,35 +397,59 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[PointName
     ]
 
 
-def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[PointName]:
-    """Return the names of points, written where they cross the fewest lines and intervals.
+def _point_names(axes: Axes, lines: Sequence[Curve], marks: Sequence[Mark]) -> list[PointName]:
+    """Return the names of points, each where it crosses the fewest lines, markers and other names.
 
     If several places are as good, names are written towards the middle of the panel.
     """
     low, high = axes.get_xlim()
     panel_middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
-    strokes = [list(zip(line.x, line.y, strict=True)) for line in lines]
-    for line in lines:
-        if line.low is not None and line.high is not None:
-            ends = zip(line.x, line.low, line.high, strict=True)
-            strokes += [[(x, bottom), (x, top)] for x, bottom, top in ends]
-    obstacles = [axes.transData.transform_path(Path(stroke)) for stroke in strokes]
-    obstacles.append(axes.transAxes.transform_path(Path([(0, 0), (0, 1)])))  # vertical axis
+    obstacles = _obstacles(axes, lines, marks)
 
     def num_crossed(name: PointName) -> int:
         return sum(path.intersects_bbox(_name_box(axes, name), filled=False) for path in obstacles)
 
     names = []
     for line in lines:
-        for x, y, name in zip(line.x, line.y, line.names, strict=True):
+        for x, y, name in zip(line.x, line.y, line.names, strict=False):
             inward_gap = POINT_GAP if x < panel_middle else -POINT_GAP
-            places = [
-                PointName(shorten(name, MAX_POINT_LETTERS), (x, y), x, line.colour, gap, lift)
+            places = [  # the best first
+                PointName(
+                    shorten(name, MAX_POINT_LETTERS), (x, y), x, line.colour, gap, lift * NAME_LIFT
+                )
+                for lifts in ((0, 1, -1), (2, -2))
                 for gap in (inward_gap, -inward_gap)
-                for lift in (0.0, NAME_LIFT, -NAME_LIFT)
+                for lift in lifts
             ]
             names.append(min(places, key=num_crossed))
+            obstacles.append(_outline(_name_box(axes, names[-1])))
     return names
+
+
+def _obstacles(axes: Axes, lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Path]:
+    """Return what a name should not cross, in pixels: lines, intervals, markers, marks, sides."""
+    sides = (Path([(x, 0), (x, 1)]) for x in (0, 1))
+    obstacles = [axes.transAxes.transform_path(side) for side in sides]
+    for mark in marks:
+        if not mark.is_vertical:
+            ends = Path([(0, mark.value), (1, mark.value)])
+            obstacles.append(axes.get_yaxis_transform().transform_path(ends))
+    for line in lines:
+        strokes = [points] if (points := list(zip(line.x, line.y, strict=True))) else []
+        if line.low is not None and line.high is not None:
+            ends_of_intervals = zip(line.x, line.low, line.high, strict=True)
+            strokes += [[(x, bottom), (x, top)] for x, bottom, top in ends_of_intervals]
+        obstacles += [axes.transData.transform_path(Path(stroke)) for stroke in strokes]
+        half = line.size / 2 * axes.figure.dpi / 72
+        obstacles += [
+            _outline(Bbox([[x - half, y - half], [x + half, y + half]]))
+            for x, y in (axes.transData.transform(points) if points else ())
+        ]
+    return obstacles
+
+
+def _outline(box: Bbox) -> Path:
+    return Path([*box.corners()[[0, 1, 3, 2]], box.min])
 
 
 def _name_box(axes: Axes, name: PointName) -> Bbox:
@@ -453,7 +478,8 @@ def _write_names(axes: Axes, names: Sequence[PointName]) -> None:
         for (wanted_height, name), height in zip(
             names_by_height, spread_apart(wanted_heights, NAME_POINTS, low, high), strict=True
         ):
-            is_moved = abs(height - wanted_height) > NAME_POINTS / 3
+            is_spread = abs(height - wanted_height) > NAME_POINTS / 3
+            is_moved = is_spread or abs(name.lift) > NAME_LIFT
             y = float(axes.transData.inverted().transform((0.0, height / points_per_pixel))[1])
             name_transform = name.transform(axes)
             axes.annotate(
@@ -467,7 +493,12 @@ def _write_names(axes: Axes, names: Sequence[PointName]) -> None:
                 va="center",
                 fontsize=8 if name.is_at_edge else 9,
                 annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": name.colour, "lw": 0.6}
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": name.colour,
+                    "lw": 0.6,
+                    "relpos": (0.0 if name.shift > 0 else 1.0, 0.5),
+                }
                 if is_moved
                 else None,
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -95,8 +94,6 @@ class Run:
             info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from error
-        if "device" in environment:  # older files say "1 threads"
-            environment["device"] = re.sub(r"\b1 threads\b", "1 thread", environment["device"])
         for labelled in (info, *records):
             for name in {"question", "title", "label"} & labelled.keys():
                 labelled[name] = text.one_line(str(labelled[name]))

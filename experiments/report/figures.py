@@ -127,7 +127,6 @@ def _time_by_memory_drawing(rows: pd.DataFrame) -> Drawing:
             low=1e3 * group["q25_s"],
             high=1e3 * group["q75_s"],
             names=list(group["label"]),
-            offset=(0, 0),
         )
         for name, unsorted in rows.groupby("contender", sort=False)
         for group in [unsorted.sort_values("weights_bytes")]
@@ -422,12 +421,14 @@ MEMORY_PANELS = (  # (title, swept axis, column of the memory)
 def sweep_figures(run: Run) -> list[Figure]:
     """Return the figures of throughput, ratio and memory, a panel per swept axis.
 
-    The figure of memory has no panels if none of its axes was swept.
+    The figure of ratios has no panels without another contender than the baseline, and that of
+    memory has none if none of its axes was swept.
     """
     axes = run.swept_axes()
     if not axes:
         return []
     sizes, baseline = run.sizes(SWEEP), run.baseline.label
+    has_ratios = run.table.loc[run.table["arm"] != run.baseline.key, "ratio"].notna().any()
 
     def panels(draw: Callable[[Run, str], Drawing]) -> list[Panel]:
         return [Panel(text.capitalise(AXIS_NAMES[axis]), draw(run, axis)) for axis in axes]
@@ -448,7 +449,7 @@ def sweep_figures(run: Run) -> list[Figure]:
             "the 95 % confidence interval. Solid: step. Dashed: forward. Below 1 the contender is "
             "faster.",
             sizes,
-            panels(_ratio_drawing),
+            panels(_ratio_drawing) if has_ratios else [],
         ),
         Figure(
             "sweep_memory",

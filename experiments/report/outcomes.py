@@ -5,6 +5,7 @@ A failure is any status but "ok": "partly", "unsupported" and "missing" too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -29,7 +30,6 @@ STATUS_MEANINGS = {
 STATUS_LABELS = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
 """Labels of squares of the map by status; a status without an entry is its own label."""
 OK_OPACITY, FAILURE_OPACITY = 0.25, 0.6  # of the map's squares; failures are more opaque
-AXES_IN_SHORT_NAMES = ("D=", "B=", "L=", "s=")  # prefixes of the axes in a cell's key
 
 
 def outcome_frame(run: Run) -> pd.DataFrame:
@@ -102,9 +102,7 @@ def outcome_figures(run: Run) -> list[Figure]:
     legend = "; ".join(
         f"{status}: {meaning}" for status, meaning in STATUS_MEANINGS.items() if status in statuses
     )
-    results["short_name"] = results["cell"].map(_short_name)
-    if results["short_name"].nunique() == results["cell"].nunique():
-        results["cell"] = results["short_name"]
+    results["cell"] = _short_names(results["cell"])
     modes = list(results.groupby("mode", sort=False))
     return [
         Figure(
@@ -144,10 +142,15 @@ def _map_panel(title: str, results: pd.DataFrame) -> Panel:
     return Panel(title, squares(map_squares), width, height)
 
 
-def _short_name(cell: str) -> str:
-    """Shorten a cell's key "section D=64 x=3 ..." to its section and `AXES_IN_SHORT_NAMES`."""
-    section, *axes = cell.split(" ")
-    return " ".join([section, *(axis for axis in axes if axis.startswith(AXES_IN_SHORT_NAMES))])
+def _short_names(cells: Iterable[str]) -> list[str]:
+    """Shorten the keys of cells, "section D=64 ...", to what tells them apart."""
+    names = [cell.split(" ") for cell in cells]
+    num_cells = len(set(map(tuple, names)))
+    for position in range(max(map(len, names)) - 1, 0, -1):
+        shorter_names = [words[:position] + words[position + 1 :] for words in names]
+        if len(set(map(tuple, shorter_names))) == num_cells:
+            names = shorter_names
+    return [" ".join(words) for words in names]
 
 
 def failures_table(run: Run) -> Table:

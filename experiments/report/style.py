@@ -243,15 +243,15 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
         layout="constrained",
         squeeze=False,
     )
-    for axes, panel in zip(grid.flat, figure.panels, strict=False):
-        panel.draw(axes)
-        axes.set_title(panel.title)
-    for axes in list(grid.flat)[num_panels:]:
-        axes.set_visible(False)
     # Blank lines of the title reserve room for the subtitle, of which the layout knows nothing.
     blank_lines = "\n" * max(2, math.ceil(0.75 * len(subtitle_lines)))
     title = "\n".join(title_lines) + blank_lines
     canvas.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+    for axes, panel in zip(grid.flat, figure.panels, strict=False):
+        axes.set_title(panel.title)
+        panel.draw(axes)
+    for axes in list(grid.flat)[num_panels:]:
+        axes.set_visible(False)
     title_bottom = 1 - (SUBTITLE_GAP + title_height) / canvas.get_figheight()
     canvas.text(0.01, title_bottom, "\n".join(subtitle_lines), fontsize=9, va="top")
     return canvas

@@ -13,6 +13,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -309,4 +310,6 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} is damaged ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name} is damaged (it is no JSON object)")
+    if "device" in content:  # older files say "1 threads"
+        content["device"] = re.sub(r"\b1 threads\b", "1 thread", str(content["device"]))
     return content

@@ -9,13 +9,17 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib import path
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
+from experiments import configure
 from experiments.config.sweep import Arm, Cell
+from experiments.kind_reports import quality, serving
 from experiments.machine import ceilings
 from experiments.report import Run, charts, document, figures, outcomes, ratios, style, text
 from experiments.report.results import section_table
@@ -285,6 +289,16 @@ def test_strangers_get_a_colour_that_stays() -> None:
     assert style.marker_of("somebody_elses")
 
 
+def test_methods_of_one_figure_are_told_apart() -> None:
+    methods = [*configure.load(["+experiment=quality"]).contenders, "planned"]
+    columns = ("ratio", "auc_change", "auc_change_lo", "auc_change_hi")
+    rows = pd.DataFrame([dict.fromkeys(columns, 1.0)])
+    colours = [to_rgb(quality._curve(name, rows, "ratio").colour) for name in methods]
+    assert min(math.dist(*pair) for pair in itertools.combinations(colours, 2)) > 0.2
+    markers = [options["marker"] for options in serving.STYLE_OF_FORMAT.values()]
+    assert len(set(markers)) == len(markers)
+
+
 def test_colours_differ_and_the_page_has_each_in_both_themes() -> None:
     variables = style.css_variables()
     assert len(variables) == len(style.COLOURS) + len(style.STATUS_COLOURS) + 4
@@ -399,10 +413,18 @@ def test_long_names_leave_room_for_the_plot_and_keep_their_ends(
     assert max(map(len, names)) <= charts.MAX_NAME_LETTERS
 
 
+def test_the_baseline_alone_has_no_figure_of_ratios(tmp_path: Path) -> None:
+    sweep = ("sweep.T=[]", "sweep.L=[]", "sweep.s=[]", "contenders=[torch]")
+    recipe = Recipe(words=("+experiment=tbe_vs_torch", *sweep), replicates=1)
+    run = Run.read(make_run(tmp_path, recipe)).in_mode("hot")
+    names = {figure.name for figure in figures.timed_figures(run)}
+    assert "sweep_throughput" in names
+    assert "sweep_ratio" not in names
+
+
 def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
     trains = charts.Curve([9.0, 11.0, 18.0], [2.40, 2.50, 2.60], names=["a", "b", "c"])
-    other = charts.Curve([2000.0], [2.7], names=["EmbeddingBag"], offset=(0, 0))
-    trains = dataclasses.replace(trains, offset=(0, 0))
+    other = charts.Curve([2000.0], [2.7], names=["EmbeddingBag"])
     scale = charts.Scale("", log=10)
     _, axes = plt.subplots()
     charts.curves([trains, other], scale, scale, name_position="points")(axes)
@@ -419,15 +441,18 @@ def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
     assert not any(one.overlaps(another) for one, another in pairs)
 
 
+@pytest.mark.parametrize("position", ["points", "upper left"])
 @pytest.mark.parametrize("heights", [(2.4, 2.38, 2.5), (2.4, 2.41, 2.39), (2.4, 2.9, 2.4)])
-def test_a_line_and_its_intervals_strike_none_of_its_names_out(heights: tuple[float, ...]) -> None:
+def test_a_line_and_its_intervals_strike_none_of_its_names_out(
+    heights: tuple[float, ...], position: str
+) -> None:
     trains = charts.Curve([22.0, 59.0, 75.0], heights, names=["TT 8", "TT 16", "TT rank 32"])
     low, high = [0.7 * y for y in heights], [3.0 * y for y in heights]
-    trains = dataclasses.replace(trains, offset=(0, 0), low=low, high=high)
-    tall = charts.Curve([65.0, 65.0], [0.5, 9.0], names=["TBE", "torch"], offset=(0, 0))
+    trains = dataclasses.replace(trains, low=low, high=high)
+    tall = charts.Curve([65.0, 65.0], [0.5, 9.0], names=["TBE", "torch"])
     scale = charts.Scale("", log=10)
     _, axes = plt.subplots()
-    charts.curves([trains, tall], scale, scale, name_position="points")(axes)
+    charts.curves([trains, tall], scale, scale, name_position=position)(axes)
     axes.figure.canvas.draw()
     points = list(zip(trains.x, trains.y, strict=True))
     strokes = [points, *([(x, y), (x, z)] for x, y, z in zip(trains.x, low, high, strict=True))]
