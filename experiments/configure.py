@@ -34,6 +34,7 @@ from experiments.config.schema import (
     Mode,
     ReportConfig,
     Tables,
+    TimingConfig,
     UsageError,
     WorkloadConfig,
     device_kind,
@@ -473,10 +474,7 @@ def check_values(config: Config) -> None:
                 required_type = ContenderType.BAGS
             check_contender_types(prefix, point.contenders, required_type)
             if required_type is ContenderType.KEYED:
-                workload, swept_t = point.workload, [] if prefix else config.sweep.T
-                num_tables = max(len(workload.sizes) or workload.T, *swept_t, 0)
-                is_one = num_tables <= 1 and workload.tables is Tables.equal
-                require(f"{prefix}workload.T must be 1 for hash tables", num_tables, holds=is_one)
+                _check_one_table(prefix, point.workload, [] if prefix else config.sweep.T)
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
         optional_arms = point_kind.arms.optional_arms if point_kind else ()
         for name in point.contenders:
@@ -499,19 +497,7 @@ def check_values(config: Config) -> None:
                 f"sweep.{axis} changes nothing about {reason}: leave it out with 'sweep.{axis}=[]'"
             )
     timing, device = config.timing, config.device
-    for name, value in dataclasses.asdict(timing).items():
-        if name in ("replicates", "pool", "min_rounds", "max_rounds"):
-            require(f"timing.{name} must be >= 1", value, holds=value >= 1)
-        elif name == "cell_seconds":
-            is_positive = 0 < value < math.inf
-            rule = "timing.cell_seconds must be > 0 and finite"
-            require(rule, f"{value:g}", holds=is_positive)
-        elif isinstance(value, int | float):
-            require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
-    for low, high in (("min_rounds", "max_rounds"), ("warmup_seconds", "warmup_cap")):
-        maximum, value = getattr(timing, high), getattr(timing, low)
-        rule = f"timing.{low} must be <= timing.{high}={maximum:g}"
-        require(rule, f"{value:g}", holds=value <= maximum)
+    _check_timing(timing)
     require("seed must be in [0, 2**32)", config.seed, holds=0 <= config.seed < 2**32)
     for name, minimum in (("ranks", 1), ("threads", 0)):
         number = getattr(device, name)
@@ -536,6 +522,30 @@ def check_values(config: Config) -> None:
         )
         if arm not in options:
             raise UsageError(f"report.{name}: {_unknown_name('contender', arm, options, '', 0.3)}")
+
+
+def _check_timing(timing: TimingConfig) -> None:
+    """Raise UsageError for amounts of measuring that are out of range, or minima above maxima."""
+    for name, value in dataclasses.asdict(timing).items():
+        if name in ("replicates", "pool", "min_rounds", "max_rounds"):
+            require(f"timing.{name} must be >= 1", value, holds=value >= 1)
+        elif name == "cell_seconds":
+            is_positive = 0 < value < math.inf
+            rule = "timing.cell_seconds must be > 0 and finite"
+            require(rule, f"{value:g}", holds=is_positive)
+        elif isinstance(value, int | float):
+            require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
+    for low, high in (("min_rounds", "max_rounds"), ("warmup_seconds", "warmup_cap")):
+        maximum, value = getattr(timing, high), getattr(timing, low)
+        rule = f"timing.{low} must be <= timing.{high}={maximum:g}"
+        require(rule, f"{value:g}", holds=value <= maximum)
+
+
+def _check_one_table(prefix: str, workload: WorkloadConfig, swept_counts: Sequence[int]) -> None:
+    """Raise UsageError for several tables of keys, of which each cell measures one."""
+    num_tables = max(len(workload.sizes) or workload.T, *swept_counts, 0)
+    is_one = num_tables <= 1 and workload.tables is Tables.equal
+    require(f"{prefix}workload.T must be 1 for hash tables", num_tables, holds=is_one)
 
 
 def _unknown_name(
