@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -41,7 +42,8 @@ def _skip_own_frames(function: Any) -> None:
     wrapped function, and soon warn of too many recompilations.
     """
     # Of torch: `torch.compiler` has no such function, and its private one imports the compiler.
-    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
-    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT  # noqa: SLF001
-    strategy = frames._FrameExecStrategy(skip, default)  # noqa: SLF001
-    frames.set_code_exec_strategy(function.__code__, strategy)
+    with contextlib.suppress(AttributeError):  # another torch, which may warn
+        frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT  # noqa: SLF001
+        strategy = frames._FrameExecStrategy(skip, default)  # noqa: SLF001
+        frames.set_code_exec_strategy(function.__code__, strategy)

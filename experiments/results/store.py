@@ -215,7 +215,7 @@ def read_records(path: Path) -> list[Record]:
     Keys have their present names. An incomplete last line is ignored; `append` removes it.
 
     Raises:
-        ValueError: a line is no JSON object or of a later schema, or points.jsonl.xz is damaged.
+        ValueError: a line is not a JSON object or of a later schema, or points.jsonl.xz is damaged.
     """
     source = path / POINTS
     if not source.exists() and has_records(path):
