@@ -306,6 +306,7 @@ class RedisSink:
 
     Raises:
         ImportError: `client` is a URL, and the package `redis` is not installed.
+        ValueError: `client` returns texts.
         Exception: methods raise the errors of the client.
 
     Example:
@@ -326,6 +327,9 @@ class RedisSink:
                     "RedisSink needs the client of Redis: pip install redis"
                 ) from error
             client = redis.Redis.from_url(client)
+        pool = getattr(client, "connection_pool", None)
+        if getattr(pool, "connection_kwargs", {}).get("decode_responses"):
+            raise ValueError("records are bytes: make the client without decode_responses")
         self._client = client
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
@@ -339,7 +343,8 @@ class RedisSink:
         while response := self._client.xread({self.stream: after}, count=self._ENTRIES_PER_READ):
             for position, fields in dict(response)[self.stream.encode()]:
                 after = position.decode()
-                yield StoredRecord(after, fields[b"record"], f"{self.stream} at {after}")
+                record = fields.get(b"record", b"")  # `decode` refuses the entry of another program
+                yield StoredRecord(after, record, f"{self.stream} at {after}")
 
     def trim(self, before: str) -> None:
         """See `Sink`; records need not have been written with `starts_segment`."""

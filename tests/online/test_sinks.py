@@ -290,6 +290,14 @@ def test_a_stream_of_redis_keeps_records_in_order(redis_client: Any) -> None:
     assert sequences(sink) == [36, 37, 38, 39]
 
 
+def test_texts_and_entries_of_others_are_refused(redis_client: Any) -> None:
+    with pytest.raises(ValueError, match="without decode_responses"):
+        RedisSink("redis://localhost?decode_responses=True", "stream")
+    redis_client.xadd("other", {"a": "b"})
+    with pytest.raises(LogError, match=r"other at .* is truncated"):
+        sequences(RedisSink(redis_client, "other"))
+
+
 def test_followers_over_redis(redis_client: Any) -> None:
     bags = emblib.TableBatchedEmbeddingBags(
         [emblib.TableSpec(30, 4, "item")], emblib.optim.SGD(0.1)
