@@ -376,8 +376,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         inserted = one_op.insert_in_one_op(state, calls.shared, ids, offsets)
         if inserted is None:
             return None
-        slots = inserted.slots
-        update = state.update_of(inserted.keys, slots, BatchReads(slots))
+        update = state.update_of(inserted.keys, inserted.slots, inserted.reads)
         update.groups = inserted.groups
         return look_up(
             calls.grad_anchor,
@@ -406,8 +405,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         found = one_op.find_in_one_op(state, calls.shared, ids.contiguous(), offsets)
         if found is None:
             return None
-        reads = state.row_initializer.reads_of_slots(found.keys, found.slots)
-        return calls.look_up(reads, found.offsets, sample_weights, self.output_dtype)
+        return calls.look_up(found.reads, found.offsets, sample_weights, self.output_dtype)
 
     def _make_batch(
         self,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from emblib.dynamic.rows import BatchReads
 from emblib.dynamic.state import DynamicState, LastBatch
 from emblib.dynamic.sweeps import StepExpiry
 from emblib.dynamic.tiers.placements import OneOpPlacement
@@ -32,6 +33,7 @@ class OneOpBatch(NamedTuple):
         keys: the batch.
         offsets: int32 `[F * B + 1]`, the offsets of its bags.
         slots: int64 `[L]`, the slot or overflow row of each key, -1 for none.
+        reads: rows that the lookups read.
         groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`; None if the op only found
             the keys.
     """
@@ -39,6 +41,7 @@ class OneOpBatch(NamedTuple):
     keys: Keys
     offsets: Tensor
     slots: Tensor
+    reads: BatchReads
     groups: list[Tensor] | None
 
 
@@ -53,7 +56,7 @@ def can_insert_in_one_op(state: DynamicState) -> bool:
         and state.budget is None
         and not state.on_new_rows
         and not state.is_deferred
-        and state.row_initializer.reads_zeros
+        and not state.layout.has_fallback
         and not state.reports_failures
     )
 
@@ -161,7 +164,10 @@ def insert_in_one_op(
             backing.start_moves()
         if expiry is not None:
             expiry.run()
-        return OneOpBatch(keys, offsets32, slots, groups)
+        reads = BatchReads(slots)
+        if miss_results:  # some keys may have no slot
+            reads = state.row_initializer.reads_of_slots(keys, slots)
+        return OneOpBatch(keys, offsets32, slots, reads, groups)
 
     return state.lock.complete(insert, lambda: not len(effects))
 
@@ -197,4 +203,6 @@ def find_in_one_op(
     if not results:
         return None
     offsets32, starts, slots = results[:_NUM_RESULTS_OF_SEARCH]
-    return OneOpBatch(Keys(ids, starts, arguments.tables), offsets32, slots, None)
+    keys = Keys(ids, starts, arguments.tables)
+    reads = state.row_initializer.reads_of_slots(keys, slots)
+    return OneOpBatch(keys, offsets32, slots, reads, None)
