@@ -324,6 +324,26 @@ assert not torch.cuda.is_initialized()
 """
 
 
+_OLD_LIBRARY = """
+import torch
+get = type(torch.ops.emblib).__getattr__
+def without_one_op(namespace, name):
+    return get(namespace, "no_such_op" if name == "hash_find" else name)
+type(torch.ops.emblib).__getattr__ = without_one_op
+import emblib
+"""
+
+
+def test_import_refuses_an_old_library() -> None:
+    ((status, errors),) = _run((_OLD_LIBRARY, {}))
+    last = errors.strip().splitlines()[-1]
+    assert status != 0
+    assert last.startswith("ImportError: emblib's native library ")
+    assert "libemblib_cpu.so is older than the Python files" in last
+    assert "'no_such_op'" in last
+    assert "`pip install -e .`" in last
+
+
 def test_import_refuses_an_old_torch_and_starts_neither_cuda_nor_a_compiler() -> None:
     old, quiet = _run((_OLD_TORCH, {}), (_QUIET_IMPORT, {}))
     assert old[0] != 0

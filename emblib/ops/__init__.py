@@ -129,16 +129,24 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return move
 
 
-from emblib.ops import (  # noqa: E402
-    autograd,
-    cache,
-    hash,
-    primitives,
-    quant,
-    route,
-    tbe,
-    tt,
-)
+try:
+    from emblib.ops import (
+        autograd,
+        cache,
+        hash,
+        primitives,
+        quant,
+        route,
+        tbe,
+        tt,
+    )
+except AttributeError as missing_op:
+    if "_OpNamespace" not in str(missing_op):
+        raise
+    raise ImportError(
+        f"emblib's native library {_library_path('emblib_cpu')} is older than the Python files "
+        f"({missing_op}). {_advice()}"
+    ) from missing_op
 
 __all__ = [
     "autograd",
