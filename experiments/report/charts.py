@@ -38,7 +38,7 @@ TILT: dict[str, Any] = {"rotation": 25, "ha": "right"}  # options of tilted name
 NAME_LIFT = 9.0  # typographic points from a line to the middle of a name above or below it
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
-MIN_LOG_SPAN = 1.8  # ratio of the ends of an axis below which its ticks are at equal distances
+MIN_LOG_SPAN = 2.0  # ratio of the ends of an axis below which its ticks are at equal distances
 MAX_SHORT_TICKS = 5  # maximum number of intervals between these ticks
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
 EDGE_GAP = 11.0  # points from the panel to names right of it: room for lines to moved names
@@ -145,7 +145,9 @@ def set_plain_ticks(axis: Axis) -> None:
     # In less than an octave a LogLocator chooses ticks for a linear scale, too many of them.
     is_short = span < MIN_LOG_SPAN
     axis.set_major_locator(
-        MaxNLocator(MAX_SHORT_TICKS) if is_short else LogLocator(subs=decade_ticks)
+        MaxNLocator(MAX_SHORT_TICKS, steps=[1, 2, 2.5, 5, 10])
+        if is_short
+        else LogLocator(subs=decade_ticks)
     )
     axis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}")
