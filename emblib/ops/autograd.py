@@ -579,6 +579,7 @@ def _sparse_grad(
 
 def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a sparse gradient of `shape`, with `values` `[n, dim]` of distinct, ascending rows."""
+    values = values if len(values) else torch.empty_like(values)  # grown in place by torch: no view
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
     )
@@ -593,12 +594,11 @@ def _split_dense(grad: Tensor, weight_offsets: Sequence[WeightOffset]) -> list[T
 def _split_sparse(grad: Tensor, weight_offsets: Sequence[WeightOffset]) -> list[Tensor]:
     """Split a sparse gradient, whose rows ascend, by table; the host waits for the device."""
     rows, values = grad._indices()[0], grad._values()
-    first_rows = torch.tensor([t.first_row for t in weight_offsets], device=rows.device)
-    counts = torch.tensor([t.rows for t in weight_offsets], device=rows.device)
-    bounds = torch.searchsorted(rows, torch.stack([first_rows, first_rows + counts])).tolist()
+    edges = [(t.first_row, t.first_row + t.rows) for t in weight_offsets]
+    bounds = torch.searchsorted(rows, torch.tensor(edges, device=rows.device)).tolist()
     return [
         _rows_of_gradient(rows[begin:end] - t.first_row, values[begin:end], (t.rows, t.dim))
-        for t, begin, end in zip(weight_offsets, *bounds, strict=True)
+        for t, (begin, end) in zip(weight_offsets, bounds, strict=True)
     ]
 
 

@@ -272,6 +272,29 @@ def test_clipping_by_the_norm_of_dense_and_sparse_gradients(norm_type: float) ->
         torch.testing.assert_close(grad, other.grad, msg=name)
 
 
+@pytest.mark.parametrize(
+    "batches", [([[], [], [3]], [[1, 4], [3], []]), ([[3], [], [1, 4]], [[], [1, 2, 7], [3]])]
+)
+def test_gradients_of_tables_without_lookups_accumulate(batches: Any) -> None:
+    """Torch grows an empty sparse gradient in place: its memory is not that of other tables."""
+    configs = [EmbeddingBagConfig(8, 4, name, [name]) for name in "abc"]
+    bags, dense = (
+        EmbeddingBagCollection(configs, optimizer=optimizer)
+        for optimizer in (optim.SGD(0.1, deferred=True), None)
+    )
+    factors = torch.arange(1.0, 13.0)
+    for ids in batches:
+        lengths = torch.tensor([len(ids_of_table) for ids_of_table in ids])
+        all_ids = torch.tensor([row for ids_of_table in ids for row in ids_of_table])
+        features = KeyedJaggedTensor(list("abc"), all_ids, lengths=lengths)
+        for collection in (bags, dense):
+            (collection(features).values() * factors).sum().backward()
+    for sparse, expected in zip(bags.parameters(), dense.parameters(), strict=True):
+        assert sparse.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(sparse.grad.to_dense(), expected.grad)
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("given", ["nothing", "rows", "a layer"])
 def test_clipping_gradients_of_which_some_are_empty(norm_type: float, given: str) -> None:
