@@ -55,7 +55,6 @@ def can_insert_in_one_op(state: DynamicState) -> bool:
         and state.statistics is None
         and state.budget is None
         and not state.on_new_rows
-        and not state.is_deferred
         and not state.layout.has_fallback
         and not state.reports_failures
     )

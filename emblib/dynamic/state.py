@@ -28,6 +28,7 @@ from emblib.dynamic.statistics import StatisticsCollector, TableStatistics
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import TierStats
 from emblib.grad_mode import in_grad_mode
+from emblib.ops.autograd import updates_in_backward
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import SLOTS_PER_BUCKET, DynamicSpec, OnInsertFailure, Precision, check_count
@@ -84,8 +85,8 @@ class DynamicState:
         last_uses: last uses by features with a longer ttl; None if no table has several ttls.
         eviction_log: the keys that left; None until `track_evictions`.
         reports_failures: whether a table warns or raises when keys find no slot.
-        is_deferred: whether a later step applies the gradients. Then gradients of a row are dropped
-            when a new key gets the row.
+        leaves_gradient: whether backward leaves gradients for a later step. Those of a row are
+            dropped when a new key gets the row.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
         backing: the backing tier; None without a store.
@@ -142,7 +143,7 @@ class DynamicState:
         self.eviction_log: EvictionLog | None = None
         reactions = {spec.on_insert_failure for spec in self.specs}
         self.reports_failures = not reactions <= {OnInsertFailure.IGNORE}
-        self.is_deferred = optimizer.deferred
+        self.leaves_gradient = not updates_in_backward(optimizer)
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
         self.statistics: StatisticsCollector | None = None

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
+from emblib.dynamic.saving.entries import WEIGHT
 from emblib.dynamic.state import DynamicState, of_state
 from emblib.dynamic.sweeps import StepExpiry
 from emblib.dynamic.tiers.placements import BatchPlacement
@@ -235,9 +236,9 @@ class BatchInsertion:
             state.eviction_log.record_batch(inserted, state.index.tick)
         if slots is not None:
             state.row_initializer.write_(state.row_buffers, keys, inserted, slots)
-        if state.is_deferred or state.on_new_rows:
+        if state.leaves_gradient or state.on_new_rows:
             rows = _rows_of_new_keys(state.layout, keys, inserted)
-            if state.is_deferred:
+            if state.leaves_gradient:
                 _drop_gradients(state, rows)
             for callback in state.on_new_rows:
                 callback(rows)
@@ -348,19 +349,22 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
 def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
     """Drop the gradients that a later step would apply to rows, which have new keys now.
 
-    Waits for a GPU. Dropped sparse gradients are counted in `dropped_updates`.
+    Waits for a GPU. They are not counted: whether a step has applied them is not known.
     """
     weights, grad = state.weights, state.weights.grad
     if grad is None:
         return
     if not grad.is_sparse:
-        grad[rows] = 0
+        layout, buffers = state.layout, [grad.view(-1), *state.optimizer_states]
+        for t in range(len(state.specs)):
+            first_row = layout.first_row(t)
+            rows_of_table = rows[(rows >= first_row) & (rows < layout.first_row(t + 1))]
+            layout.views(buffers, t)[WEIGHT][rows_of_table - first_row] = 0
         return
     is_stale = torch.isin(grad._indices()[0], rows)
     weights.grad = torch.sparse_coo_tensor(
         grad._indices()[:, ~is_stale], grad._values()[~is_stale], grad.shape, check_invariants=False
     )
-    state.dropped_updates += is_stale.sum()
 
 
 @of_state

@@ -17,8 +17,9 @@ from emblib import (
     TableSpec,
     optim,
 )
+from emblib.collections.optimizers import FusedOptimizer
 from emblib.dynamic.saving import snapshots
-from emblib.init import Normal
+from emblib.init import Constant, Normal
 from emblib.ops.hash import rule_of
 from emblib.reference import hash
 from emblib.tables import optimizer_hooks
@@ -227,6 +228,32 @@ def test_states_of_an_outside_optimizer_begin_anew(device: torch.device) -> None
     torch.testing.assert_close(*rows)
     with pytest.raises(ValueError, match="among its own"):
         small.track_optimizer_state(optimizers[1])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dims"),
+    [
+        (None, (2, 2)),
+        (None, (2, 4)),
+        (optim.External(), (2, 2)),
+        (optim.SGD(1.0, deferred=True), (2, 2)),
+    ],
+)
+def test_accumulated_gradients_of_evicted_keys_leave_new_keys_alone(
+    optimizer: optim.Optimizer | None, dims: tuple[int, int], device: torch.device
+) -> None:
+    specs = [DynamicSpec(32, dim, initializer=Constant(0.0)) for dim in dims]
+    table = DynamicEmbeddingBags(specs, optimizer, device=device)
+    step = torch.optim.SGD([table.weights], lr=1.0).step
+    if optimizer is not None and optimizer.deferred:
+        step = FusedOptimizer.of(table).step
+    for first in (0, 100):
+        ids = torch.arange(first, first + 32, device=device).repeat(2)
+        table(ids, torch.arange(65, device=device)).sum().backward()
+    step()
+    rows = [table.table_rows(t)["weight"][table.find(t, ids[:32])] for t in (0, 1)]
+    assert all((row == -1.0).all() for row in rows)
+    assert int(table.dropped_updates) == 0
 
 
 @pytest.mark.parametrize("optimizer", [optim.SGD(0.1), optim.External()])
