@@ -66,9 +66,10 @@ class ChangeLog:
         sink: sink of this rank, which may have an older log.
         step: number of the training step that the tables are at.
         states: whether entries have optimizer states.
-        compact_every: number of steps after which all rows are written again, and entries before
-            the last ones with all rows are dropped. None: only `snapshot` writes all rows, the log
-            does not begin with a snapshot, and the sink must be empty.
+        compact_every: all rows are written again at its multiples, or the first step after one that
+            is recorded, and entries before the last ones with all rows are dropped. None: only
+            `snapshot` writes all rows, the log does not begin with a snapshot, and the sink must be
+            empty.
         max_pending: number of entries that may wait to be written. The compaction that follows a
             delta of the same step may be one more.
         when_full: reaction of `record` while `max_pending` entries wait.
@@ -176,9 +177,8 @@ class ChangeLog:
         """
         step = check_count("step", step, minimum=self.step + 1)
         self._writer.raise_error()
-        is_due = (
-            self._compact_every is not None and step >= self._last_whole_step + self._compact_every
-        )
+        every = self._compact_every
+        is_due = every is not None and step // every > self._last_whole_step // every
         if self._when_full is WhenFull.MERGE and not is_due and self._writer.is_full():
             return False
         self._writer.wait_for_space()

@@ -196,6 +196,14 @@ def test_an_error_of_the_sink_is_raised_and_nothing_is_lost() -> None:
     log.close()
 
 
+def test_a_rank_that_compacted_late_compacts_with_the_others_again() -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    with ChangeLog(trained, sink, compact_every=5) as log:
+        for step in (1, 4, 6, 9, 10, 12):  # `record(5)` raised, as the disk was full
+            log.record(step)
+    assert [record.step for record in sink.decoded() if record.is_whole] == [0, 6, 10]
+
+
 def test_a_record_that_was_written_twice_is_applied_once() -> None:
     trained, sink = bags(optim.SGD(0.1)), Memory()
     log = ChangeLog(trained, sink, compact_every=1)
