@@ -87,13 +87,13 @@ struct BagsOfKeys {
 
 // The rows of the tables of a batch, checked; `row_buffers`, `layout` and `rules` are as in
 // hash_initial_rows_.
-struct BatchRows {
+struct BatchRowBuffers {
   Tensor miss_offsets;  // int64 [T + 1], see Misses; 0 until MissingKeys writes it
   Tensor empty;         // int64 [0]
   InitialRows rows;     // the rows of all tables
 
-  BatchRows(const char* op, std::vector<Tensor>& row_buffers, const Tensor& layout,
-            const Tensor& rules, const Tensor& ids, int64_t num_tables)
+  BatchRowBuffers(const char* op, std::vector<Tensor>& row_buffers, const Tensor& layout,
+                  const Tensor& rules, const Tensor& ids, int64_t num_tables)
       : miss_offsets(allocate_zeros(ids, {num_tables + 1}, ScalarType::Long)),
         empty(allocate(ids, {0})),
         rows(op,
@@ -107,10 +107,10 @@ struct BatchRows {
 };
 
 // The arguments of hash_insert_batch_ or tier_insert_batch_, checked: those of BagsOfKeys and
-// BatchRows, and
+// BatchRowBuffers, and
 //   batch_scores    int64 [T] or null, see HashScoring
 // Features of one table have the same row_base.
-struct HashBatchCall : BagsOfKeys, BatchRows {
+struct HashBatchCall : BagsOfKeys, BatchRowBuffers {
   HashScoring scoring;
   bool must_compete;  // see parse_must_compete
 
@@ -120,7 +120,7 @@ struct HashBatchCall : BagsOfKeys, BatchRows {
                 const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
                 const Tensor& layout, const Tensor& rules)
       : BagsOfKeys(op, tensors, features_, ids, offsets_, tables),
-        BatchRows(op, row_buffers, layout, rules, ids, index.num_tables),
+        BatchRowBuffers(op, row_buffers, layout, rules, ids, index.num_tables),
         scoring(op, index, order, batch_scores, ids),
         must_compete(parse_must_compete(op, insert_policy)) {}
 };

@@ -355,10 +355,11 @@ std::vector<Tensor> tier_insert_batch_(
   return results;
 }
 
-// Find those keys of table t that have no slot in its store, and copy their rows to the overflow
-// rows, in the order of the keys. `key_slots` has the slot of each distinct key; those of copied
-// rows are written. Return key, stamp and score of the copied rows, int64 [r, 3], or nullopt, with
-// no row copied, if there are more than overflow rows.
+// Search the store of table t for the keys of the table that have no slot, and copy the rows that
+// it has of them to the overflow rows, in the order of the keys. `key_slots` has the slot of each
+// distinct key, kNoSlot for none; the overflow rows are written to it. Return key, stamp and score
+// of each copied row, int64 [r, 3], or nullopt, with no row copied, if there are fewer overflow
+// rows.
 std::optional<Tensor> copy_stored_rows(const BatchStores::Store& store, int64_t t,
                                        const DistinctKeys& distinct, const Tensor& like,
                                        int64_t* key_slots) {
@@ -393,10 +394,10 @@ std::optional<Tensor> copy_stored_rows(const BatchStores::Store& store, int64_t 
   return entries;
 }
 
-// Find the keys of a batch in tables with stores in host memory. Rows of keys that are in a store
-// are copied to overflow rows; nothing else changes. Return [offsets, starts, slots], as
-// hash_find_batch does, with overflow rows as slots; if a key is in no table, these are followed by
-// key, stamp and score of the overflow rows of each table, int64 [r, 3].
+// Find the keys of a batch in tables with stores in host memory. Rows of keys without a slot that
+// are in a store are copied to overflow rows; nothing else changes. Return [offsets, starts,
+// slots], as hash_find_batch does, with overflow rows as slots. If a key has no slot, they are
+// followed by key, stamp and score of the overflow rows of each table, int64 [r, 3].
 //
 // The op declines a batch that hash_find_batch would decline, a batch whose tables are not balanced
 // (is_balanced), and a batch with more keys in the store of a table than the table has overflow
@@ -411,9 +412,9 @@ std::vector<Tensor> tier_find_batch_(std::vector<Tensor> tensors, std::vector<Te
   const char* op = "tier_find_batch_";
   const BagsOfKeys call(op, tensors, features, ids, offsets, tables);
   const int64_t num_tables = call.index.num_tables;
-  const BatchRows batch_rows(op, row_buffers, layout, rules, ids, num_tables);
-  const std::vector<Tensor> no_overflow(num_tables, batch_rows.empty);
-  const BatchStores stores(op, call.index, batch_rows.rows, store_indices, records, store_orders,
+  const BatchRowBuffers buffers(op, row_buffers, layout, rules, ids, num_tables);
+  const std::vector<Tensor> no_overflow(num_tables, buffers.empty);
+  const BatchStores stores(op, call.index, buffers.rows, store_indices, records, store_orders,
                            first_overflow, no_overflow, /*changes_stores=*/false);
   if (!call.has_valid_offsets) return {};
   const TableSegments table_segments(call.batch, num_tables);

@@ -352,7 +352,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         return out if is_pooled else torch.cat([out.new_zeros(num_padding, out.shape[1]), out])
 
     def _may_use_short_call(self, offsets: Tensor) -> bool:
-        """Return whether a batch of equal batch sizes may be given to `_train_at_once` and others.
+        """Return whether `_train_at_once` or `_serve_at_once` may get a batch of equal batch sizes.
 
         Offsets that are not a tensor are left to `_make_batch`, which raises.
         """

@@ -27,12 +27,12 @@ tier into a packed matrix, and from the matrix into the other tier.
   else the first eight results of `hash_insert_batch_` and, if keys were missing or overflow rows
   put, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
 - `tier_find_batch_(index, row_buffers, features, ids, offsets, tables, layout, rules,
-  store_indices, records, store_orders, first_overflow)` finds the keys of a batch in such tables,
-  and copies the rows of keys that are only in the store into overflow rows. Returns the results of
-  `hash_find_batch`, and, if a key was in no table, keys, stamps and scores of the overflow rows of
-  each table, int64 `[r, 3]`. Returns an empty list, with overflow rows in any state, where
-  `hash_find_batch` does, if a table has more such keys than overflow rows, or too many lookups for
-  one thread
+  store_indices, records, store_orders, first_overflow)` finds the keys of a batch in such tables.
+  Rows of keys without a slot that are in the store are copied into overflow rows, whose numbers
+  are returned as slots. Returns the results of `hash_find_batch`, and, if a key has no slot, keys,
+  stamps and scores of the overflow rows of each table, int64 `[r, 3]`. Returns an empty list, with
+  overflow rows in any state, where `hash_find_batch` does, if a table has more such keys than
+  overflow rows, or too many lookups for one thread
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
   distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. If both buckets of a key are full,

@@ -218,6 +218,11 @@ class TablesWithStores(Tables):
         self.records = [torch.zeros(spec.rows, stride, dtype=torch.uint8) for spec in specs]
         self.store_order = HASH_ORDER[self.stores[0].order]
 
+    def store_arguments(self) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
+        """Return indices, records and orders of the stores, and the first overflow rows."""
+        indices = [tensor for store in self.stores for tensor in store.tensors()]
+        return indices, self.records, [self.store_order] * 2, [64, 160]
+
     def insert(
         self, ids: Tensor, offsets: Tensor, overflow: list[Tensor], *, changes_stores: bool
     ) -> tuple[list[Tensor], list[tiers.SwappedMisses]]:
@@ -232,10 +237,7 @@ class TablesWithStores(Tables):
             None,
             *self.codes,
             *self.initial,
-            [tensor for store in self.stores for tensor in store.tensors()],
-            self.records,
-            [self.store_order] * 2,
-            [64, 160],
+            *self.store_arguments(),
             overflow,
             changes_stores,
         )
@@ -252,10 +254,7 @@ class TablesWithStores(Tables):
             offsets,
             FEATURE_TABLES,
             *self.initial[:2],
-            [tensor for store in self.stores for tensor in store.tensors()],
-            self.records,
-            [self.store_order] * 2,
-            [64, 160],
+            *self.store_arguments(),
         )
         return results
 

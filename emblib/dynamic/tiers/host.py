@@ -197,7 +197,7 @@ class HostRows:
         return dropped
 
     def op_arguments(self, *, is_changed: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Return `store_indices`, `records` and `store_orders` for `tier_insert_batch_`.
+        """Return `store_indices`, `records` and `store_orders` for the ops on batches.
 
         The tensors are views of the store, which no other thread may use while the op changes it,
         nor change while the op reads it.
