@@ -79,6 +79,7 @@ class SqliteRows:
         self._process = -1
         self._may_have_savepoint = False  # set before a savepoint is opened
         self._is_committing = False  # whether `flush` may have ended the transaction
+        self._rollback_message = ""  # of the error that closed the store, until the next `open`
         self.path = Path(path).expanduser().absolute()
         self.note = ""
         self._tables: list[StoredTable] = []
@@ -114,6 +115,7 @@ class SqliteRows:
         self.close()
         self._tables = list(tables)
         self._may_have_savepoint = self._is_committing = False
+        self._rollback_message = ""
         self._check_file()
         connection = None
         try:
@@ -292,7 +294,7 @@ class SqliteRows:
         """Run a statement, in the transaction that the next flush commits.
 
         Raises:
-            RuntimeError: the store is not open in this process.
+            RuntimeError: the store is not open in this process, or was rolled back.
         """
         connection = self._opened()
         with self._close_on_rollback():
@@ -301,6 +303,8 @@ class SqliteRows:
             return connection.execute(statement, values)
 
     def _opened(self) -> sqlite3.Connection:
+        if self._rollback_message:
+            raise RuntimeError(self._rollback_message)
         if self._connection is None or self._process != os.getpid():
             raise not_open_error(self.path)
         return self._connection
@@ -331,11 +335,12 @@ class SqliteRows:
                     raise self._describe_error(error) from error
                 raise
             self.close()
-            raise RuntimeError(
+            self._rollback_message = (
                 f"{self.path} was rolled back to its last flush ({error}), so it no longer fits "
                 "the tables in front of it; free disk space, open it in a new module and continue "
                 "from there"
-            ) from error
+            )
+            raise RuntimeError(self._rollback_message) from error
 
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
         """Write all rows to table `<kind>_<table>`, or none if an exception is raised.
