@@ -1,7 +1,6 @@
 """The examples of docs/tiers.md: the first one runs, and the store in Redis is a store."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +41,41 @@ class Client:
         for field in fields:
             self.hashes.get(name, {}).pop(field, None)
 
-    def hlen(self, name: str) -> int:
-        return len(self.hashes.get(name, {}))
+    def hkeys(self, name: str) -> list[bytes]:
+        return [*self.hashes.get(name, {})]
 
-    def hscan_iter(self, name: str, count: int) -> Iterator[tuple[bytes, bytes]]:
-        yield from self.hashes.get(name, {}).items()
+    def hgetall(self, name: str) -> dict[bytes, bytes]:
+        return dict(self.hashes.get(name, {}))
 
     def delete(self, name: str) -> None:
         self.hashes.pop(name, None)
 
+    def pipeline(self, *, transaction: bool) -> "Transaction":
+        assert transaction
+        return Transaction(self)
+
     def close(self) -> None:
         pass
+
+
+class Transaction:
+    """Commands that have no effect before `execute`."""
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.commands = client, list[tuple[str, Any, Any]]()
+
+    def __enter__(self) -> "Transaction":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.commands = []
+
+    def __getattr__(self, command: str) -> Any:
+        return lambda *args, **kwargs: self.commands.append((command, args, kwargs))
+
+    def execute(self) -> None:
+        for command, args, kwargs in self.commands:
+            getattr(self.client, command)(*args, **kwargs)
 
 
 @pytest.fixture
@@ -92,6 +115,25 @@ def test_the_example_of_a_store_trains(store: RowStore) -> None:
     module.flush()
     assert module.size(0) > 32
     assert store.note
+
+
+def test_the_example_of_a_store_resumes_at_its_last_flush(store: RowStore) -> None:
+    """A process that is killed leaves no stamps that are later than the step of the note."""
+    store.open(TABLES)
+    rows, fast_rows = random_rows(range(8), 12, seed=0), random_rows([7, 50], 12, seed=1)
+    store.put(0, rows)
+    store.flush([[fast_rows], []], "step 1")
+    committed = as_dict(rows) | as_dict(fast_rows)
+    store.put(0, random_rows(range(4, 20), 12, seed=2))
+    store.lift(0, torch.tensor([0, 50]))
+    assert store.size(0) == 19
+    for _ in range(2):  # also where a second process is killed before it has flushed
+        store.open(TABLES)
+        assert (store.note, store.size(0)) == ("step 1", 9)
+        assert contents(store, 0) == committed
+    store.flush([[], []], "step 2")
+    store.open(TABLES)
+    assert contents(store, 0) == committed
 
 
 def test_the_first_example_runs(tmp_path: Path) -> None:
