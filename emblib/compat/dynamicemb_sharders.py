@@ -265,7 +265,7 @@ def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any)
             )
 
 
-def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
+def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], Any]:
     """Return `fused_params` without two of DynamicEmb's, and the initial optimizer state.
 
     Raises:
@@ -275,7 +275,7 @@ def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any
     output = params.pop("output_dtype", None)
     if output not in (None, SparseType.FP32, torch.float32):
         raise ValueError(f"output_dtype must be FP32, got {output}: lookups return float32")
-    return params, float(params.pop("initial_accumulator_value", 0.0))
+    return params, params.pop("initial_accumulator_value", 0.0)
 
 
 class DynamicEmbeddingCollectionSharder(_DynamicSharder, EmbeddingCollectionSharder):

@@ -552,6 +552,11 @@ def _counter_decay(
 ) -> Any:
     """Return the weight decay of counter-based regularisation; mode NONE has none, and warns."""
     mode = as_member(CounterWeightDecayMode, definition.counter_weight_decay_mode)
+    if mode is CounterWeightDecayMode.ADAGRADW and isinstance(definition, CowClipDefinition):
+        raise ValueError(
+            "counter_weight_decay_mode ADAGRADW goes with weight_decay_mode=WeightDecayMode.COUNTER"
+            ", not with COWCLIP, whose counts it cannot use: choose L2 or DECOUPLE"
+        )
     if mode is CounterWeightDecayMode.NONE:
         if args.weight_decay:
             warnings.warn(

@@ -213,7 +213,12 @@ class Installation:
             if parent:
                 setattr(self._modules[parent], name, module)
         # `open_source` is True in FBGEMM's wheels: operators need not be loaded by hand.
-        vars(self._modules[ROOT]).update(is_of_emblib=True, open_source=True)
+        vars(self._modules[ROOT]).update(
+            is_of_emblib=True,
+            open_source=True,
+            __file__=__file__,
+            __version__="1.8.0+emblib",  # of the FBGEMM whose names these are
+        )
 
     def install(self, *, fallback: bool = False) -> None:
         """Register modules and operators; a second call changes nothing, except for `fallback`.

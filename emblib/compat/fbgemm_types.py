@@ -204,8 +204,10 @@ class SparseType(enum.Enum):
         """Return the format of a torch dtype; uint8 and int8 are INT8, with `is_mx` uint8 is MX4.
 
         Raises:
+            TypeError: `is_mx` is text.
             ValueError: no format has the dtype; with `is_mx` none has int8.
         """
+        check_flags(is_mx=is_mx)
         if dtype == torch.uint8 and is_mx:
             return SparseType.MX4
         if dtype in (torch.uint8, torch.int8) and not is_mx:

@@ -15,7 +15,6 @@ from torch import Tensor
 from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
-from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_types import BoundsCheckMode, as_member
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.optim import Optimizer
@@ -273,7 +272,6 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     """
     if not fused_params:
         return None
-    check_flags(gradient_clipping=fused_params.get("gradient_clipping"))
     fused = optimizers.from_fused_params(fused_params)
     unknown_names = sorted(fused.table_arguments.keys() - IGNORED_FUSED_PARAMS)
     if unknown_names:

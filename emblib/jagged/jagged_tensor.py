@@ -327,9 +327,12 @@ class JaggedTensor(metaclass=TracedClass):
         """Overwrite every tensor with that of `other`, computed if it has none; return self.
 
         Raises:
+            TypeError: `other` is not a JaggedTensor.
             ValueError: values or weights differ in shape, only one of the two has weights, or the
                 numbers of bags differ; nothing is changed.
         """
+        if not isinstance(other, JaggedTensor):
+            raise TypeError(f"copy_ needs a JaggedTensor, got {other!r}")
         shapes, num_bags = self._shapes(), self._num_bags()
         other_shapes, other_num_bags = other._shapes(), other._num_bags()
         if shapes != other_shapes or num_bags != other_num_bags:

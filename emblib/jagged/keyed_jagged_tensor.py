@@ -726,9 +726,12 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Overwrite tensors and numbers known on the host by what `other` has; return self.
 
         Raises:
+            TypeError: `other` is not a KeyedJaggedTensor.
             ValueError: the batches differ in keys (also of inverse indices), strides (also per
                 rank) or shapes, or only one has weights or inverse indices; nothing is changed.
         """
+        if not isinstance(other, KeyedJaggedTensor):
+            raise TypeError(f"copy_ needs a KeyedJaggedTensor, got {other!r}")
         is_compatible = (
             self._keys == other._keys
             and self._stride == other._stride

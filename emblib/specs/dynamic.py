@@ -294,7 +294,7 @@ class DynamicSpec:
         eviction: order in which keys are evicted when both buckets of a new key are full.
         insert_policy: condition for a new key to evict the lowest-ranked key, see `InsertPolicy`.
         initializer: first values of a row, a function of seed, table, key and element.
-        initial_state: first value of the optimizer states of a row.
+        initial_state: first value of the optimizer states of a row, >= 0.
         default_value: value of all elements that a key without a row reads. In training these are
             keys that were not inserted, in lookups without gradients keys not in the table.
         admission: requirement for a key to be inserted; None inserts all keys.
@@ -355,6 +355,11 @@ class DynamicSpec:
         policy = OnInsertFailure(self.on_insert_failure)
         object.__setattr__(self, "on_insert_failure", policy)
         check_finite(self, "max_load", "initial_state", "default_value")
+        if self.initial_state < 0.0:
+            raise ValueError(
+                f"initial_state must be >= 0, got {self.initial_state}: optimizers take the root "
+                "of a state"
+            )
         if not 0.0 < self.max_load <= 1.0:
             raise ValueError(f"max_load must be in (0, 1], got {self.max_load}")
         check_initializer("initializer", self.initializer)

@@ -329,6 +329,8 @@ def test_fused_params(params: dict, wanted: optim.Optimizer) -> None:
 
 
 def test_fused_params_that_are_refused() -> None:
+    with pytest.raises(TypeError, match="gradient_clipping must be True or False, got 'no'"):
+        from_fused_params({"gradient_clipping": "no"})
     with pytest.raises(ValueError, match="optimizer must be one of"):
         from_fused_params({"optimizer": "madgrad"})
     with pytest.raises(ValueError, match="momentum would have no effect on exact_sgd"):

@@ -11,6 +11,8 @@ from emblib.compat import fbgemm as ours
 from emblib.compat import fbgemm_arguments
 from emblib.compat.fbgemm import (
     ComputeDevice,
+    CounterWeightDecayMode,
+    CowClipDefinition,
     EmbeddingLocation,
     GlobalWeightDecayDefinition,
     OptimType,
@@ -56,6 +58,15 @@ def test_an_unknown_argument_raises() -> None:
         ),
         ({"optimizer": OptimType.ADAM, "max_norm": 1.0}, ValueError, "max_norm"),
         ({"weight_decay_mode": WeightDecayMode.L2}, ValueError, "weight_decay_mode"),
+        (
+            {
+                "optimizer": OptimType.EXACT_ROWWISE_ADAGRAD,
+                "weight_decay_mode": WeightDecayMode.COWCLIP,
+                "cowclip_regularization": CowClipDefinition(CounterWeightDecayMode.ADAGRADW),
+            },
+            ValueError,
+            "counter_weight_decay_mode ADAGRADW goes with weight_decay_mode=WeightDecayMode.COUN",
+        ),
         (
             {"optimizer": OptimType.ADAM, "weight_decay_mode": WeightDecayMode.L2},
             ValueError,

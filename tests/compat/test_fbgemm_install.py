@@ -36,7 +36,11 @@ def test_modules_and_operators() -> None:
         register = torch._library.register_fake_class
         fbgemm.install()
         assert torch._library.register_fake_class is register
+        import fbgemm_gpu
         import fbgemm_gpu.split_table_batched_embeddings_ops_training as training
+
+        assert fbgemm_gpu.__file__.endswith(".py")
+        assert fbgemm_gpu.__version__ == "1.8.0+emblib"
         from fbgemm_gpu.split_embedding_configs import SparseType
         from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
 

@@ -184,6 +184,11 @@ def test_number_formats_by_dtype(dtype: torch.dtype, is_mx: bool) -> None:
         assert ours.SparseType.from_dtype(dtype, is_mx).name == expected
 
 
+def test_text_is_no_flag_of_a_dtype() -> None:
+    with pytest.raises(TypeError, match="is_mx must be True or False, got 'no'"):
+        ours.SparseType.from_dtype(torch.uint8, "no")
+
+
 @pytest.mark.parametrize("name", ["device", "managed_caching", "mtia", "shelf"])
 def test_locations_by_name(name: str) -> None:
     theirs = fbgemm()

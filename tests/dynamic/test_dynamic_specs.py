@@ -58,6 +58,7 @@ def test_truncated_normal_knows_its_share() -> None:
             lambda: DynamicSpec(4, 4, default_value=math.nan),
             "default_value of DynamicSpec must be a finite",
         ),
+        (lambda: DynamicSpec(4, 4, initial_state=-1), "initial_state must be >= 0, got -1.0"),
         (lambda: DynamicSpec(4, 4, ttl=0), "ttl must be >= 1"),
         (lambda: DynamicSpec(4, 4, name="a.b"), "without dots"),
         (lambda: DynamicSpec(4, 4, eviction="fifo"), "'lru', 'lfu', 'lru_lfu'"),

@@ -133,6 +133,8 @@ def test_copy_changes_nothing_where_it_refuses(
     with pytest.raises(ValueError, match=message):
         target.copy_(other)
     assert not target.values().any()
+    with pytest.raises(TypeError, match="copy_ needs a JaggedTensor, got 3"):
+        target.copy_(3)
 
 
 def test_wrong_ones_are_refused() -> None:

@@ -72,9 +72,14 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     ignores a decay whose mode is NONE, its default; here it raises.
 
     Raises:
+        TypeError: `gradient_clipping` is not a bool, 0, 1 or None.
         ValueError: emblib does not have the optimizer or decay mode, or the optimizer would ignore
             a hyperparameter other than 0.
     """
+    if params.get("gradient_clipping") not in (None, False, True):
+        raise TypeError(
+            f"gradient_clipping must be True or False, got {params['gradient_clipping']!r}"
+        )
     table_arguments = {
         key: value for key, value in params.items() if key not in _OPTIMIZER_ARGUMENTS
     }
