@@ -726,14 +726,12 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Overwrite tensors and numbers known on the host by what `other` has; return self.
 
         Raises:
-            TypeError: `other` is not a KeyedJaggedTensor.
-            ValueError: the batches differ in keys (also of inverse indices), strides (also per
-                rank) or shapes, or only one has weights or inverse indices; nothing is changed.
+            ValueError: `other` is not a batch, keys (also of inverse indices), strides (also per
+                rank) or shapes differ, or only one has weights or inverse indices; nothing changes.
         """
-        if not isinstance(other, KeyedJaggedTensor):
-            raise TypeError(f"copy_ needs a KeyedJaggedTensor, got {other!r}")
         is_compatible = (
-            self._keys == other._keys
+            isinstance(other, KeyedJaggedTensor)
+            and self._keys == other._keys
             and self._stride == other._stride
             and self._stride_per_key_per_rank == other._stride_per_key_per_rank
             and self._values.shape == other._values.shape
