@@ -19,6 +19,7 @@ from torch import Tensor
 
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import note_finite, recorded_scale
+from emblib.sharding import fingerprint
 from emblib.sharding.all_to_all import start_all_gather, start_minimum
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.codecs import ReceivedValues, SentValues, start_sending
@@ -297,12 +298,18 @@ class _RowsInFlight:
     def _send_gradients(self) -> None:
         """Compare the headers, and start to send the gradients that are ready."""
         gradients, self._ready_gradients = self._ready_gradients, {}
-        headers, self._headers = self._headers, None
         indices = sorted(gradients)
-        if headers is not None:
-            check_digests(
-                [self._steps[index].hyperparams for index in indices], headers.check(), self._ranks
+        replicas = self._ranks.replicas
+        if replicas is None or replicas.has_compared_losses or replicas.device.type != "cpu":
+            self._check_headers(indices)
+        else:  # so that no group waits for another that has raised or has no scale to agree about
+            scaler = "unused" if self._scaling is None else "used"
+            fingerprint.agree(
+                replicas,
+                lambda: self._check_headers(indices),
+                lambda _: {"the losses of replicas, as ranks": {"torch.amp.GradScaler": scaler}},
             )
+            replicas.has_compared_losses = True
         if self._scaling is not None:
             self._scaling.start()
         node_sums = [self._steps[index].node_sums for index in indices]
@@ -325,6 +332,14 @@ class _RowsInFlight:
                     has_header=False,
                 )
             self._gradients_in_flight[index] = local_awaitable, gathered_awaitable
+
+    def _check_headers(self, indices: Sequence[int]) -> None:
+        """Compare the headers of the gradients of these outputs, if ranks compare headers."""
+        headers, self._headers = self._headers, None
+        if headers is not None:
+            check_digests(
+                [self._steps[index].hyperparams for index in indices], headers.check(), self._ranks
+            )
 
 
 class _Scaling:

@@ -60,6 +60,8 @@ class RankGroup:
     # Where groups have replicas of all tables, the ranks with the shards of this rank, one per
     # group; `ReplicatedModelParallel` sets it.
     replicas: RankGroup | None = None
+    # Of `replicas`: whether a first backward has compared the losses of its ranks.
+    has_compared_losses = False
 
     def __init__(
         self,

@@ -233,6 +233,30 @@ def test_no_replica_makes_a_step_that_overflows_in_one() -> None:
     worlds.run(4, _overflowed)
 
 
+def _scaled_in_part(ranks: RankGroup, scaled_ranks: tuple[int, ...]) -> str:
+    """The first losses of some ranks are scaled; after the error all train without a scaler."""
+    model = replicas(ranks, wrap="none")
+    before = values_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=ranks.rank in scaled_ranks)
+    batch = make_batch(10 * ranks.rank, 3)
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        scaler.scale(model(batch)[0]).backward()
+    torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
+    scaler.update(64.0)
+    model(batch)[0].backward()
+    return str(raised.value)
+
+
+@pytest.mark.skipif(worlds.ON_GPUS, reason="ranks with GPUs do not compare losses")
+@pytest.mark.parametrize("scaled_ranks", [(2, 3), (3,)])
+def test_a_loss_scaled_in_part_of_the_replicas_raises_on_all_ranks(
+    scaled_ranks: tuple[int, ...],
+) -> None:
+    for text in worlds.run(4, _scaled_in_part, scaled_ranks):
+        assert "GradScaler" in text
+        assert "unused on rank 0 and used on rank 1" in text or "rank 1 and not that of" in text
+
+
 def _saved(ranks: RankGroup, folder: Path) -> dict[str, Tensor]:
     model = replicas(ranks)
     list(plain_loop(model, [make_batch(10 * ranks.rank, 3)], 1))
