@@ -25,7 +25,7 @@ from emblib.sharding.dense import (
     parse_wrapping,
     unwrapped,
 )
-from emblib.sharding.parameters import mark_as_replicas
+from emblib.sharding.parameters import is_exporting, mark_as_replicas, raise_not_exportable
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.pipelines.joint_dist import JointDist
 from emblib.sharding.plan import ShardingPlan
@@ -276,9 +276,18 @@ class DistributedModelParallel(nn.Module):
         """Run the model for the batch of this rank; all ranks must call this together."""
         self._joint_dist.start((args, kwargs))
         # If it raises, `end` does not run, and the next `start` forgets this forward.
-        output = self._wrapped(*args, **kwargs)
+        wrapped: Any = self._modules["_wrapped"]
+        output = wrapped(*args, **kwargs)
         self._joint_dist.end()
         return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # torch.export looks for parameters by their original names
+            if is_exporting() and name in dict(self.module.named_children()):
+                raise_not_exportable()
+            raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict by the original names; sharded tables are `ShardedTable`s."""

@@ -1,10 +1,12 @@
 """The parameters of the table shards on a rank, and the norm of their gradients."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from emblib.collections.optimizers import gradient_norms
 from emblib.collections.optimizers.gradient_norms import GradientShare
@@ -72,6 +74,12 @@ class ShardParameters(nn.Module):
         """
         check_registered(RegisteredParameter(self, *entry) for entry in self._registered.items())
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over this module; raises RuntimeError in `torch.export`, which calls this."""
+        if torch.compiler.is_exporting():
+            raise_not_exportable()
+        return super().named_modules(*args, **kwargs)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):
             refuse_replacement(name)
@@ -79,6 +87,8 @@ class ShardParameters(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if any(key.startswith(f"{name}.") for key in self.__dict__.get("_parameters", ())):
+            if is_exporting():
+                raise_not_exportable()
             raise AttributeError(
                 f"the shards of table {name!r} are not a module: their parameters are in "
                 "named_parameters() of this one, with dotted names; save and load a sharded model "
@@ -94,6 +104,20 @@ class ShardParameters(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         return None
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` runs, also before it traces; true in `torch.compile` too."""
+    return torch.compiler.is_exporting() or TracingContext.try_get() is not None
+
+
+def raise_not_exportable() -> NoReturn:
+    """Raise RuntimeError for a sharded collection that `torch.export` gets."""
+    raise RuntimeError(
+        "torch.export takes no sharded collection: write emblib.sharding.checkpoints.export(...) "
+        "on all ranks, load it into the unsharded model, and give that to torch.export; "
+        "collections of hash tables are converted on all ranks by emblib.inference.for_inference"
+    )
 
 
 def mark_as_replicas(module: nn.Module, ranks: RankGroup) -> None:

@@ -502,3 +502,11 @@ def test_blocks_must_be_a_function() -> None:
     blocks: Any = [nn.Linear(2, 2)]
     with pytest.raises(TypeError, match="blocks must be a function of the model"):
         FullyShard(blocks=blocks)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_sharded_model_names_the_way_out(strict: bool) -> None:
+    model = DistributedModelParallel(Net(), RankGroup.single(), plan=rules(1))
+    for exported in (model, model.module):
+        with pytest.raises(RuntimeError, match="takes no sharded collection: write"):
+            torch.export.export(exported, (make_batch(1, 2).bags,), strict=strict)
