@@ -8,7 +8,8 @@ return in one output_dist. Collections in checkpointed regions look up separatel
 
 If a rank does not find its inputs in a later forward, it tells the other ranks in its message of
 sizes. In that forward each collection then sends its own ids, and all ranks search it again. A mode
-is searched up to `_MAX_SEARCHES` times.
+is searched up to `_MAX_SEARCHES` times. A collection that a forward leaves out, after its batch was
+looked up with the others, exchanges by itself from the next search on.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ class JointDist:
         self._modes: dict[tuple[bool, bool], _ForwardMode] = {}
         self._running: _RunningForward | None = None
         self._reasons: dict[str, str] = {}
+        self._left_out: set[Any] = set()  # collections that some forward did not call
 
     @property
     def joint_paths(self) -> list[str]:
@@ -297,6 +299,7 @@ class JointDist:
         if running.is_searched:
             self._agree_on_calls(running)
         elif any(running.waiting.values()):
+            self._left_out |= {module for module, calls in running.waiting.items() if calls}
             running.mode.made_other_calls = True  # all ranks search the next forward
 
     def abandon(self) -> None:
@@ -329,7 +332,8 @@ class JointDist:
 
     def _find_calls(self, running: _RunningForward) -> tuple[list[_CallPath], dict[str, str]]:
         """Return the calls whose input can be sent ahead, and the reasons of others by path."""
-        calls, reasons = [], {}
+        reason = "a forward left it out, after its batch had been sent"
+        calls, reasons = [], {self._names[module]: reason for module in self._left_out}
         for call, has_changed, is_separate in running.seen_calls:
             path = path_to(running.arguments, call.features)
             if path is None:
