@@ -130,8 +130,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   // Check the offsets of a batch and find its keys; [] if they are invalid. On the CPU only.
   m.def(
-      "hash_find_batch(Tensor[] index, Tensor features, Tensor ids, Tensor offsets, Tensor tables)"
-      " -> Tensor[]");
+      "hash_find_batch(Tensor[] index, Tensor features, Tensor ids, Tensor offsets, Tensor tables,"
+      " Tensor? fallback) -> Tensor[]");
   // Find the keys of a training batch, record their uses, and list the distinct missing keys.
   m.def(
       "hash_touch_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
@@ -203,8 +203,9 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // hash_find_batch for such tables: it copies rows of keys in a store into overflow rows.
   m.def(
       "tier_find_batch_(Tensor[] index, Tensor(a!)[] row_buffers, Tensor features, Tensor ids,"
-      " Tensor offsets, Tensor tables, Tensor layout, Tensor rules, Tensor[] store_indices,"
-      " Tensor[] records, int[] store_orders, int[] first_overflow) -> Tensor[]");
+      " Tensor offsets, Tensor tables, Tensor? fallback, Tensor layout, Tensor rules,"
+      " Tensor[] store_indices, Tensor[] records, int[] store_orders, int[] first_overflow)"
+      " -> Tensor[]");
   // Remove promoted keys from a store, and put evicted rows into it.
   m.def(
       "tier_put_(Tensor(a!)[] store_index, Tensor(b!) records, Tensor lifted, Tensor entries,"

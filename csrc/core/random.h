@@ -14,12 +14,18 @@ EMB_HD uint64_t finalise(uint64_t x) {
   return x ^ x >> 33;
 }
 
-// Return a hash of `x` of which 0 is not a fixed point: a constant is added first. `mix` applied
-// twice to a key selects the block of rows, and so the rank, that stores the key (block_of_key). Of
-// a key combined with a random number it selects the key's buckets in a table (HashTable::hash);
-// without that number an adversary could choose keys that fill one bucket. Scratch tables use it
-// too.
+// Return a hash of `x` of which 0 is not a fixed point: a constant is added first. Of a key
+// combined with a random number it selects the key's buckets in a table (HashTable::hash); without
+// that number an adversary could choose keys that fill one bucket. Scratch tables use it too.
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
+
+// Return the range of a key in [0, num_ranges): the block of rows, and so the rank, that stores it,
+// or its fallback row. `num_ranges` is 1 to 2^31. `range_indices` of emblib/dynamic/keys.py must
+// return the same range.
+EMB_HD int64_t range_of_key(int64_t key, int64_t num_ranges) {
+  const uint64_t hash = mix(mix(static_cast<uint64_t>(key)));
+  return static_cast<int64_t>(((hash >> 32) * static_cast<uint64_t>(num_ranges)) >> 32);
+}
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 // 2011). They depend on the key and the counter only, so any thread of any device may compute them,

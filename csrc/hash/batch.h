@@ -85,6 +85,44 @@ struct BagsOfKeys {
   }
 };
 
+// The rows that keys without a slot read.
+//   fallback  int64 [T, 2] or null: the first fallback row of each table, counted as its slots are,
+//             and the number of them. Null means that no table has any
+class FallbackRows {
+ public:
+  FallbackRows(const char* op, const std::optional<Tensor>& fallback, const Tensor& ids,
+               int64_t num_tables) {
+    if (!fallback.has_value()) return;
+    check_dtype(op, "fallback", *fallback, ScalarType::Long, "int64");
+    check_same_device(op, "fallback", *fallback, ids);
+    STD_TORCH_CHECK(fallback->dim() == 2 && fallback->size(0) == num_tables &&
+                        fallback->size(1) == 2 && fallback->is_contiguous(),
+                    op, ": fallback must be contiguous and [T, 2] for T = ", num_tables);
+    rows_ = fallback->const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < num_tables; ++t) {
+      STD_TORCH_CHECK(rows_[2 * t] >= 0 && rows_[2 * t] <= INT64_MAX - INT32_MAX &&
+                          rows_[2 * t + 1] >= 0 && rows_[2 * t + 1] <= INT32_MAX,
+                      op, ": table ", t, " must have at most 2^31 - 1 fallback rows, got ",
+                      rows_[2 * t + 1], " from row ", rows_[2 * t], " on");
+    }
+  }
+
+  // Replace kNoSlot in `slots` [n] by the fallback row of the key, in tables that have any.
+  void replace_missing(const HashBatch& batch, int64_t* slots) const {
+    if (rows_ == nullptr) return;
+    parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+      const int64_t* rows = rows_ + 2 * batch.tables[f];
+      if (rows[1] == 0) return;
+      for (int64_t i = begin; i < end; ++i) {
+        if (slots[i] < 0) slots[i] = rows[0] + range_of_key(batch.ids[i], rows[1]);
+      }
+    });
+  }
+
+ private:
+  const int64_t* rows_ = nullptr;
+};
+
 // The rows of the tables of a batch, checked; `row_buffers`, `layout` and `rules` are as in
 // hash_initial_rows_.
 struct BatchRowBuffers {

@@ -14,16 +14,19 @@ namespace emb {
 namespace {
 
 // Find the keys of a batch. Return [offsets, starts, slots]: members of BagsOfKeys, then the slot
-// of each position, int64 [n], -1 for a missing key. Changes nothing.
+// of each position, int64 [n], -1 for a missing key, or its row by `fallback`, see FallbackRows.
+// Changes nothing.
 //
 // The op declines a batch without bags, and a batch whose offsets do not ascend from 0 to n.
 std::vector<Tensor> hash_find_batch(std::vector<Tensor> tensors, const Tensor& features,
-                                    const Tensor& ids, const Tensor& offsets,
-                                    const Tensor& tables) {
+                                    const Tensor& ids, const Tensor& offsets, const Tensor& tables,
+                                    std::optional<Tensor> fallback) {
   const BagsOfKeys call("hash_find_batch", tensors, features, ids, offsets, tables);
+  const FallbackRows fallback_rows("hash_find_batch", fallback, ids, call.index.num_tables);
   if (!call.has_valid_offsets) return {};
   Tensor slots = allocate(ids, {call.n});
   find_keys(call.index, call.batch, slots.mutable_data_ptr<int64_t>());
+  fallback_rows.replace_missing(call.batch, slots.mutable_data_ptr<int64_t>());
   return {call.offsets, call.starts, slots};
 }
 

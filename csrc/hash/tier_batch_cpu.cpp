@@ -405,13 +405,14 @@ std::optional<Tensor> copy_stored_rows(const BatchStores::Store& store, int64_t 
 std::vector<Tensor> tier_find_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                                      const Tensor& features, const Tensor& ids,
                                      const Tensor& offsets, const Tensor& tables,
-                                     const Tensor& layout, const Tensor& rules,
-                                     std::vector<Tensor> store_indices, std::vector<Tensor> records,
-                                     std::vector<int64_t> store_orders,
+                                     std::optional<Tensor> fallback, const Tensor& layout,
+                                     const Tensor& rules, std::vector<Tensor> store_indices,
+                                     std::vector<Tensor> records, std::vector<int64_t> store_orders,
                                      std::vector<int64_t> first_overflow) {
   const char* op = "tier_find_batch_";
   const BagsOfKeys call(op, tensors, features, ids, offsets, tables);
   const int64_t num_tables = call.index.num_tables;
+  const FallbackRows fallback_rows(op, fallback, ids, num_tables);
   const BatchRowBuffers buffers(op, row_buffers, layout, rules, ids, num_tables);
   const std::vector<Tensor> no_overflow(num_tables, buffers.empty);
   const BatchStores stores(op, call.index, buffers.rows, store_indices, records, store_orders,
@@ -441,6 +442,7 @@ std::vector<Tensor> tier_find_batch_(std::vector<Tensor> tensors, std::vector<Te
     const int64_t* table_slots = key_slots.get() + distinct.first_keys[call.batch.tables[f]];
     for (int64_t i = begin; i < end; ++i) out[i] = table_slots[distinct.key_numbers[i]];
   });
+  fallback_rows.replace_missing(call.batch, out);
   return results;
 }
 

@@ -18,7 +18,7 @@ namespace emb {
 struct RouteRule {
   enum Code : int64_t {
     kByRange = 0,           // the block whose rows contain the id
-    kByKey = 1,             // a hash of the id (block_of_key)
+    kByKey = 1,             // a hash of the id (range_of_key)
     kByRangeElseSpread = 2  // kByRange for ids up to the last row, a remainder for larger ids
   };
 };
@@ -47,13 +47,6 @@ struct Routing {
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// Return the block in [0, num_blocks) that stores a key; num_blocks is 1 to 2^31. `owner` of
-// emblib/dynamic/keys.py must return the same block.
-EMB_HD int64_t block_of_key(int64_t key, int64_t num_blocks) {
-  const uint64_t hash = mix(mix(static_cast<uint64_t>(key)));
-  return static_cast<int64_t>(((hash >> 32) * static_cast<uint64_t>(num_blocks)) >> 32);
-}
-
 // Return the position of the last of `blocks`, [num_blocks], that begins at or before `row`; 0 if
 // there is none. The blocks must ascend.
 EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t num_blocks, int64_t row) {
@@ -78,7 +71,7 @@ struct RoutedId {
 // and any id of an empty table, goes to block 0 as -1. With kByRangeElseSpread an id of num_rows or
 // more goes to block id % num_blocks as id / num_blocks.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
-  if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
+  if (feature.rule == RouteRule::kByKey) return {range_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.num_rows) {
     return {id % feature.num_blocks, id / feature.num_blocks};
   }

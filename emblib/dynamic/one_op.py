@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from emblib.dynamic.rows import BatchReads
@@ -32,10 +33,10 @@ class OneOpBatch(NamedTuple):
     Attributes:
         keys: the batch.
         offsets: int32 `[F * B + 1]`, the offsets of its bags.
-        slots: int64 `[L]`, the slot or overflow row of each key, -1 for none.
+        slots: int64 `[L]`, the row of each key, -1 for none: a slot, an overflow or fallback row.
         reads: rows that the lookups read.
         groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`; None if the op only found
-            the keys.
+            the keys, and if some lookups read fallback rows.
     """
 
     keys: Keys
@@ -55,7 +56,6 @@ def can_insert_in_one_op(state: DynamicState) -> bool:
         and state.statistics is None
         and state.budget is None
         and not state.on_new_rows
-        and not state.layout.has_fallback
         and not state.reports_failures
     )
 
@@ -74,6 +74,8 @@ class OneOpArguments(NamedTuple):
         tables: int64 `[F]`, the table of each feature.
         policy_codes: numbers of the eviction order and insert policy, see `emblib.ops.codes`.
         initial_values: layout, rules and seed of new rows, see `RowInitializer.arguments`.
+        fallback: int64 `[T, 2]`, the first fallback row of each table and the number of them; None
+            if no table has any.
     """
 
     row_buffers: list[Tensor]
@@ -81,6 +83,7 @@ class OneOpArguments(NamedTuple):
     tables: Tensor
     policy_codes: tuple[int, int]
     initial_values: tuple[Tensor, Tensor, int]
+    fallback: Tensor | None
 
     @classmethod
     def from_state(cls, state: DynamicState, features: Tensor, tables: Tensor) -> OneOpArguments:
@@ -92,6 +95,7 @@ class OneOpArguments(NamedTuple):
             tables,
             (codes.HASH_ORDER[index.order], codes.INSERT_POLICY[index.insert_policy]),
             state.row_initializer.arguments(),
+            state.row_initializer.fallback if state.layout.has_fallback else None,
         )
 
 
@@ -163,10 +167,14 @@ def insert_in_one_op(
             backing.start_moves()
         if expiry is not None:
             expiry.run()
-        reads = BatchReads(slots)
-        if miss_results:  # some keys may have no slot
-            reads = state.row_initializer.reads_of_slots(keys, slots)
-        return OneOpBatch(keys, offsets32, slots, reads, groups)
+        if not miss_results:  # every key has a slot
+            return OneOpBatch(keys, offsets32, slots, BatchReads(slots), groups)
+        reads = state.row_initializer.reads_of_slots(keys, slots)
+        if reads.is_fallback is None or not bool(reads.is_fallback.any()):
+            return OneOpBatch(keys, offsets32, slots, reads, groups)
+        # Several keys share a fallback row, so the groups by key are not those by row.
+        slots = torch.where(reads.is_fallback, reads.indices, slots)
+        return OneOpBatch(keys, offsets32, slots, reads, None)
 
     return state.lock.complete(insert, lambda: not len(effects))
 
@@ -184,7 +192,9 @@ def find_in_one_op(
     """
     index, backing = state.index.tensors(), state.backing
     if backing is None:
-        results = hash.hash_find_batch(index, arguments.features, ids, offsets, arguments.tables)
+        results = hash.hash_find_batch(
+            index, arguments.features, ids, offsets, arguments.tables, arguments.fallback
+        )
     else:
         store_arguments = backing.begin_search()
         results = tiers.tier_find_batch_(
@@ -194,6 +204,7 @@ def find_in_one_op(
             ids,
             offsets,
             arguments.tables,
+            arguments.fallback,
             *arguments.initial_values[:2],
             *store_arguments,
         )
@@ -201,7 +212,7 @@ def find_in_one_op(
             backing.record_search(overflow)
     if not results:
         return None
-    offsets32, starts, slots = results[:_NUM_RESULTS_OF_SEARCH]
+    offsets32, starts, rows = results[:_NUM_RESULTS_OF_SEARCH]
     keys = Keys(ids, starts, arguments.tables)
-    reads = state.row_initializer.reads_of_slots(keys, slots)
-    return OneOpBatch(keys, offsets32, slots, reads, None)
+    reads = state.row_initializer.with_default_rows(keys, BatchReads(rows))
+    return OneOpBatch(keys, offsets32, rows, reads, None)

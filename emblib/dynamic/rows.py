@@ -368,11 +368,7 @@ class RowInitializer(nn.Module):
         specs = layout.specs
         initializers = [spec.admission.reads if spec.admission else None for spec in specs]
         self._draws_unadmitted = any(initializer is not None for initializer in initializers)
-        # Whether keys without a row read zeros.
-        self.reads_zeros = not self._draws_unadmitted and all(
-            spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
-        )
-        self._all_have_fallback = all(spec.fallback_rows for spec in specs)
+        self._default_is_zero = all(spec.default_value == 0.0 for spec in specs)
         self._has_one_default = len({spec.default_value for spec in specs}) == 1
         unadmitted_rules = [
             [hash.rule_of(initializer or Constant(spec.default_value), spec)]
@@ -456,21 +452,20 @@ class RowInitializer(nn.Module):
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
         """Return the rows that the lookups of an inserted batch read."""
-        if self.reads_zeros or inserted.misses is None:
+        if inserted.misses is None:
             return BatchReads(inserted.slots)
         reads = self.with_fallback(keys, inserted.slots)
         slots = reads.indices
-        if self._all_have_fallback:
-            return reads
-        default_slots, default_rows = self._default_slots(keys, slots), self.default_values.view(-1)
-        if self._draws_unadmitted and inserted.result is not None and slots.numel():
-            status, groups = inserted.result.status, inserted.misses.groups
-            is_unadmitted = status == hash.NOT_ADMITTED
-            default_rows = torch.cat([default_rows, self._draw_rows(keys, inserted, is_unadmitted)])
-            miss_indices = groups.clamp(min=0).long()
-            is_drawn = (groups >= 0) & is_unadmitted[miss_indices]
-            drawn_slots = self.default_values.size(0) + miss_indices
-            default_slots = torch.where(is_drawn, drawn_slots, default_slots)
+        if not self._draws_unadmitted or inserted.result is None or not slots.numel():
+            return self.with_default_rows(keys, reads)
+        status, groups = inserted.result.status, inserted.misses.groups
+        is_unadmitted = status == hash.NOT_ADMITTED
+        drawn_rows = self._draw_rows(keys, inserted, is_unadmitted)
+        miss_indices = groups.clamp(min=0).long()
+        is_drawn = (groups >= 0) & is_unadmitted[miss_indices]
+        drawn_slots = self.default_values.size(0) + miss_indices
+        default_slots = torch.where(is_drawn, drawn_slots, self._default_slots(keys, slots))
+        default_rows = torch.cat([self.default_values.view(-1), drawn_rows])
         return reads.with_defaults(default_slots.to(torch.int32), default_rows)
 
     def reads_of_slots(self, keys: Keys, slots: Tensor) -> BatchReads:
@@ -478,10 +473,11 @@ class RowInitializer(nn.Module):
 
         `slots`, int64 `[L]`, has the slot of each position, -1 for none.
         """
-        if self.reads_zeros:
-            return BatchReads(slots)
-        reads = self.with_fallback(keys, slots)
-        if self._all_have_fallback:
+        return self.with_default_rows(keys, self.with_fallback(keys, slots))
+
+    def with_default_rows(self, keys: Keys, reads: BatchReads) -> BatchReads:
+        """Return reads in which keys without a row read the default value of their table."""
+        if self._default_is_zero:
             return reads
         default_slots = self._default_slots(keys, reads.indices)
         return reads.with_defaults(default_slots, self.default_values.view(-1))

@@ -34,10 +34,12 @@ one device. Wrong input raises RuntimeError before anything changes; on a GPU th
 tensors are not checked.
 
 - `find(index, *batch)` returns the slot of every position, int64 `[L]`
-- `find_batch(index, features, ids, offsets, tables)`, on the CPU only, checks the offsets of a
-  batch, too. `features` and `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is the
-  table of each feature. Returns offsets (int32), starts and slots of the batch; an empty list if
-  there is no bag or if offsets are invalid
+- `find_batch(index, features, ids, offsets, tables, fallback)`, on the CPU only, checks the offsets
+  of a batch, too. `features` and `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is
+  the table of each feature. `fallback` int64 `[T, 2]`, or None, has the first fallback row of each
+  table and the number of them: missing keys get one of these in place of -1, by the range of the
+  key (`emblib.dynamic.keys.range_indices`). Returns offsets (int32), starts and slots of the batch;
+  an empty list if there is no bag or if offsets are invalid
 - `touch_(index, *batch, counts, batch_scores, order)` also records the uses: `counts` int64 `[L]`
   are the uses of each position, None for one each; `batch_scores` int64 `[T]` is the score that
   order "assigned" gives keys of a table; other orders ignore it. Returns the slots, then the fields
@@ -273,7 +275,12 @@ def _(index: list[Tensor], ids: Tensor, starts: Tensor, tables: Tensor) -> Tenso
 
 @torch.library.register_fake("emblib::hash_find_batch")
 def _(
-    index: list[Tensor], features: Tensor, ids: Tensor, offsets: Tensor, tables: Tensor
+    index: list[Tensor],
+    features: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    tables: Tensor,
+    fallback: Tensor | None,
 ) -> list[Tensor]:
     int32_offsets = torch.empty_like(offsets, dtype=torch.int32)
     return [int32_offsets, ids.new_empty(features.shape[0] + 1), torch.empty_like(ids)]
@@ -351,7 +358,7 @@ def _(
 
     num_ids = ids.numel()
     groups = [torch.empty_like(ids), ints(num_ids + 1), ints(num_ids), ints(num_ids), ints(1)]
-    found: list[Tensor] = hash_find_batch(index, features, ids, offsets, rest[0])
+    found: list[Tensor] = hash_find_batch(index, features, ids, offsets, rest[0], None)
     return [*found, *groups]
 
 

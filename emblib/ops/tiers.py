@@ -26,7 +26,7 @@ tier into a packed matrix, and from the matrix into the other tier.
   `changes_stores`. Returns an empty list, with nothing changed, if it cannot process the batch;
   else the first eight results of `hash_insert_batch_` and, if keys were missing or overflow rows
   put, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
-- `tier_find_batch_(index, row_buffers, features, ids, offsets, tables, layout, rules,
+- `tier_find_batch_(index, row_buffers, features, ids, offsets, tables, fallback, layout, rules,
   store_indices, records, store_orders, first_overflow)` finds the keys of a batch in such tables.
   Rows of keys without a slot that are in the store are copied into overflow rows, whose numbers
   are returned as slots. Returns the results of `hash_find_batch`, and, if a key has no slot, keys,
@@ -146,7 +146,7 @@ def _(
     tables: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
-    results: list[Tensor] = hash_find_batch(index, features, ids, offsets, tables)
+    results: list[Tensor] = hash_find_batch(index, features, ids, offsets, tables, None)
     return results
 
 

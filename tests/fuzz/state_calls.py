@@ -244,7 +244,10 @@ def _hash_find_batch(draw: random.Random) -> Call:
         if got:
             assert got[2].tolist() == case.model.find(case.batch.positions)
 
-    return Call("hash_find_batch", (case.index, features, ids, offsets, tables), check)
+    fallback = None  # or no fallback rows in any table
+    if draw.random() < 0.5:
+        fallback = torch.zeros(case.index[2].shape[0], 2, dtype=torch.int64)
+    return Call("hash_find_batch", (case.index, features, ids, offsets, tables, fallback), check)
 
 
 def _hash_use(draw: random.Random) -> Call:

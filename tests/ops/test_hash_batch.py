@@ -8,6 +8,7 @@ from torch import Tensor
 
 from emblib.columns import FeatureRow
 from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.keys import range_indices
 from emblib.init import Uniform
 from emblib.ops import hash, tbe, tiers
 from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
@@ -15,6 +16,7 @@ from emblib.specs import DynamicSpec, Eviction, InsertPolicy
 from tests.hash_cases import EDGE_KEYS, HASH_KEYS
 
 FEATURE_TABLES = torch.tensor([1, 0, 1])  # a table with two features, not in the order of tables
+FALLBACK = torch.tensor([[64, 0], [160, 7]])  # first fallback row of each table, and their number
 DIM = 3
 
 
@@ -64,9 +66,9 @@ class Tables:
         )
         return results
 
-    def find(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    def find(self, ids: Tensor, offsets: Tensor, fallback: Tensor | None = None) -> list[Tensor]:
         results: list[Tensor] = hash.hash_find_batch(
-            self.index.tensors(), self.features, ids, offsets, FEATURE_TABLES
+            self.index.tensors(), self.features, ids, offsets, FEATURE_TABLES, fallback
         )
         return results
 
@@ -83,6 +85,12 @@ class Tables:
             status = torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)
         groups = tbe.group(self.features, inserted.slots, offsets, self.total_rows)
         return [inserted.slots, status, *groups]
+
+
+def _with_fallback(keys: hash.Keys, slots: Tensor) -> Tensor:
+    """Return slots in which missing keys of the second table have fallback rows."""
+    has_fallback = (slots < 0) & (hash.tables_of(keys) == 1)
+    return torch.where(has_fallback, 160 + range_indices(keys.ids, 7), slots)
 
 
 def _batches(count: int, most: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -117,10 +125,13 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
         scores = torch.tensor([step % 7, 3 - step % 5]) if first.index.order == "assigned" else None
         torch.set_num_threads(1 + step % 3)
         found = first.find(ids, offsets)
+        rows = first.find(ids, offsets, FALLBACK)[2]
         results = first.at_once(ids, offsets, scores)
         torch.set_num_threads(threads)
         keys = hash.Keys(ids, results[1], FEATURE_TABLES)
-        assert all(map(torch.equal, found, (*results[:2], second.index.find(keys))))
+        found_slots = second.index.find(keys)
+        assert all(map(torch.equal, found, (*results[:2], found_slots)))
+        assert torch.equal(rows, _with_fallback(keys, found_slots))
         slots, status, *groups = second.one_by_one(ids, offsets, scores)
         repaired, starts, mine, *rest = results
         assert repaired.tolist() == offsets.tolist()
@@ -172,6 +183,14 @@ def test_does_not_serve_what_needs_the_host() -> None:
         tables.at_once(ids.int(), offsets, None)
     with pytest.raises(RuntimeError, match="ids must be int64"):
         tables.find(ids.int(), offsets)
+    for fallback, message in (
+        (FALLBACK.int(), "fallback must be int64"),
+        (FALLBACK[:1], r"fallback must be contiguous and \[T, 2\] for T = 2"),
+        (-FALLBACK, "table 0 must have at most 2\\^31 - 1 fallback rows, got 0 from row -64"),
+        (FALLBACK << 30, "table 1 must have at most .* got 7516192768 from row"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            tables.find(ids, offsets, fallback)
     tables.rows = [rows[:9] for rows in tables.rows]
     with pytest.raises(RuntimeError, match="layout must place the rows"):
         tables.at_once(ids, offsets, None)
@@ -186,7 +205,8 @@ def test_opcheck() -> None:
     # It returns a list and mutates: compiled code does not call it.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.emblib.hash_insert_batch_.default, arguments, test_utils=checks)
-    find_arguments = (tables.index.tensors(), tables.features, ids, offsets, FEATURE_TABLES)
+    found_batch = (tables.features, ids, offsets, FEATURE_TABLES, FALLBACK)
+    find_arguments = (tables.index.tensors(), *found_batch)
     torch.library.opcheck(
         torch.ops.emblib.hash_find_batch.default, find_arguments, test_utils=checks
     )
@@ -203,7 +223,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(
         torch.ops.emblib.tier_insert_batch_.default, (*arguments, *in_store), test_utils=checks
     )
-    found_in = (arguments[0], tables.rows, *batch[:4], *tables.initial[:2], *in_store[:4])
+    found_in = (arguments[0], tables.rows, *found_batch, *tables.initial[:2], *in_store[:4])
     torch.library.opcheck(torch.ops.emblib.tier_find_batch_.default, found_in, test_utils=checks)
 
 
@@ -245,7 +265,9 @@ class TablesWithStores(Tables):
         swapped = [results[i : i + width] for i in range(first, len(results), width)]
         return results[:3] + results[8:first], [tiers.SwappedMisses(*parts) for parts in swapped]
 
-    def find_in_stores(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    def find_in_stores(
+        self, ids: Tensor, offsets: Tensor, fallback: Tensor | None = None
+    ) -> list[Tensor]:
         results: list[Tensor] = tiers.tier_find_batch_(
             self.index.tensors(),
             self.rows,
@@ -253,6 +275,7 @@ class TablesWithStores(Tables):
             ids,
             offsets,
             FEATURE_TABLES,
+            fallback,
             *self.initial[:2],
             *self.store_arguments(),
         )
@@ -352,6 +375,8 @@ def test_rows_in_stores_are_found_in_overflow_rows(thread_counts: list[int]) -> 
         num_stored += sum(map(len, stored))
         assert [tensor.tolist() for tensor in results[:3]] == [offsets.tolist(), starts, want]
         _check_copies(tables, results[3:], stored)
+        slots = tables.find_in_stores(ids, offsets, FALLBACK)[2]
+        assert torch.equal(slots, _with_fallback(keys, results[2]))
         tables.insert(ids, offsets, no_overflow, changes_stores=True)
     assert num_stored > 500
 
@@ -414,5 +439,5 @@ def test_wrong_stores_raise_before_anything_changes(
         tiers.tier_insert_batch_(*arguments, *in_store)
     if number < 4:
         with pytest.raises(RuntimeError, match=message):
-            tiers.tier_find_batch_(*arguments[:6], *tables.initial[:2], *in_store[:4])
+            tiers.tier_find_batch_(*arguments[:6], None, *tables.initial[:2], *in_store[:4])
     assert all(map(torch.equal, before, tables.index.tensors()))
