@@ -135,6 +135,27 @@ class FullyShard:
         return module
 
 
+def average_gradients(parameters: Iterable[nn.Parameter], ranks: RankGroup) -> None:
+    """Average the gradients of replicated parameters over ranks, in every backward.
+
+    For parameters that no wrapper averages. All ranks call this with the same parameters, and each
+    backward must reach all of them on every rank. Gradients that accumulate may be averaged several
+    times: what they had before is equal on all ranks.
+    """
+
+    def average(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = parameter.grad = gradient.coalesce()
+        dist.all_reduce(gradient, group=ranks.group)
+        gradient /= ranks.size
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+
+
 def is_fully_sharded(module: nn.Module) -> bool:
     """Return whether `fully_shard` has sharded the parameters of a module."""
     from torch.distributed.fsdp import FSDPModule

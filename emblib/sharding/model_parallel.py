@@ -18,7 +18,9 @@ from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.dense import (
+    FullyShard,
     Wrapping,
+    average_gradients,
     broadcast_state,
     is_fully_sharded,
     materialise,
@@ -169,7 +171,8 @@ class DistributedModelParallel(nn.Module):
             prepare=lambda: parse_wrapping(wrap),
             describe=lambda parsed: {"": {"wrap": parsed or wrap}},
         )
-        ignored = names_of_tables(model) - _names_of_dense_tables(model)
+        replicated_names = _names_of_dense_tables(model)
+        ignored = names_of_tables(model) - replicated_names
         dense_parameters = [
             parameter for name, parameter in model.named_parameters() if name not in ignored
         ]
@@ -194,6 +197,16 @@ class DistributedModelParallel(nn.Module):
         )
         # DDP raises for a model without parameters that need gradients.
         if wrapping is not None and self.dense_ranks.size > 1 and has_trained:
+            if isinstance(wrapping, FullyShard):  # lookups need whole tables
+                ignored |= replicated_names
+                average_gradients(
+                    [
+                        parameter
+                        for name, parameter in model.named_parameters()
+                        if name in replicated_names
+                    ],
+                    self.dense_ranks,
+                )
             self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
             self._is_wrapped = True
             mark_as_replicas(model, self.ranks)  # those that the wrapper made

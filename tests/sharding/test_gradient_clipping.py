@@ -80,9 +80,13 @@ Found = tuple[list[float], dict[str, Tensor]]
 
 
 def _over_ranks(ranks: RankGroup, wrap: str, way: str, norm_type: float) -> Found:
-    copied = row_wise() if wrap == "fully_shard" else data_parallel()
     # The last rank of four has no part of a table but the rows.
-    rules = {"r": row_wise(), "t": table_wise(0), "d": copied, "tt": row_wise([0, ranks.size // 2])}
+    rules = {
+        "r": row_wise(),
+        "t": table_wise(0),
+        "d": data_parallel(),
+        "tt": row_wise([0, ranks.size // 2]),
+    }
     if ranks.size == 1:
         rules["tt"] = table_wise(0)
     model = DistributedModelParallel(Net(), ranks, plan={"sparse": rules}, wrap=wrap)
