@@ -482,7 +482,39 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-class TrainPipelineBase(Subscripted, pipelines.TrainPipelineBase):
+class _PipelineNames(Subscripted):
+    """Names of TorchRec's pipelines that programs use, also private ones.
+
+    facebookresearch/dlrm, the example of DLRM, calls `pipeline._model.eval()`.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    device: torch.device
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.model
+
+    @property
+    def _optimizer(self) -> Any:
+        return self.optimizer
+
+    @property
+    def _device(self) -> torch.device:
+        return self.device
+
+    def detach(self) -> nn.Module:
+        """Return the model; it can always be called, because pipelines do not rewrite it."""
+        return self.model
+
+    def attach(self, model: nn.Module | None = None) -> None:
+        """Do nothing: the pipeline goes on where it was; ValueError for another model."""
+        if model is not None and model is not self.model:
+            raise ValueError("attach takes the model of the pipeline: make another pipeline for it")
+
+
+class TrainPipelineBase(_PipelineNames, pipelines.TrainPipelineBase):
     """Pipeline that copies the next batch to the device during a step."""
 
     def __init__(
@@ -503,7 +535,7 @@ class TrainPipeline(Subscripted, metaclass=Interface):
     emblib_classes = (pipelines.TrainPipelineBase,)
 
 
-class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
+class TrainPipelineSparseDist(_PipelineNames, pipelines.TrainPipelineSparseDist):
     """Pipeline that copies batches to the device and sends the next batch's ids during a step.
 
     Results are those of a plain loop. `pipeline_postproc` has no effect: the model is not traced,
@@ -556,7 +588,7 @@ class PrefetchTrainPipelineSparseDist(
         super().__init__(*base_arguments, *more, **options)
 
 
-class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
+class EvalPipelineSparseDist(_PipelineNames, pipelines.EvalPipelineSparseDist):
     """Pipeline that runs a model, which must be in eval mode, and sends the next ids meanwhile.
 
     If the model returns a pair, (loss, output), `progress` returns the second. `optimizer` and

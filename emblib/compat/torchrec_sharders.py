@@ -104,6 +104,13 @@ class EmbeddingCollection(emblib_collections.EmbeddingCollection):
 
     __prepare_scriptable__ = torchrec_script.scriptable
 
+    def embedding_dim(self) -> int:
+        """Return the dim of all tables; raise ValueError if they differ."""
+        dims = {config.embedding_dim for config in self.configs}
+        if len(dims) != 1:
+            raise ValueError(f"tables have the dims {sorted(dims)}: read embedding_configs()")
+        return dims.pop()
+
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of the results of each table, see `get_embedding_names_by_table`."""
         return get_embedding_names_by_table(self.configs)

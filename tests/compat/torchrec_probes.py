@@ -182,6 +182,8 @@ def unpooled(rec: Any) -> None:
     made = sequences(rec)
     assert isinstance(made, rec.EmbeddingCollectionInterface)
     assert made(batch(rec))["b"].values().shape == (3, 8)
+    assert made.embedding_dim() == 8
+    assert not made.embedding_configs()[0].need_pos
     both = [config(rec, name, "EmbeddingConfig", feature_names=["f", name]) for name in "xy"]
     names = rec.get_embedding_names_by_table(both)
     assert names == [["f@x", "x"], ["f@y", "y"]]

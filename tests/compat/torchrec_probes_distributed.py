@@ -598,6 +598,8 @@ def pipelines(rec: Any) -> None:
 
         pipeline = kind(model, optimizer, torch.device("cpu"), custom_model_fwd=forward, **options)
         assert isinstance(pipeline, rec.TrainPipeline)
+        assert pipeline._model is model
+        assert pipeline._device == torch.device("cpu")
         left = iter([batch(rec)] * 3)
         found = [pipeline.progress(left) for _ in range(3)]
         with pytest.raises(StopIteration):
