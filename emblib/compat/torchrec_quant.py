@@ -502,15 +502,18 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Replace the collections of a model by quantised ones, and return the model.
+    """Replace the embedding bag collections of a model by quantised ones, and return the model.
 
-    If `module` is itself a collection, its quantised form is returned.
+    As in TorchRec, collections for sequences (`EmbeddingCollection`) stay, unless
+    `additional_qconfig_spec_keys` has their class. If `module` is itself a collection, its
+    quantised form is returned.
 
     Args:
         module: the model, or one collection.
         dtype: dtype of the stored rows.
         inplace: whether to change `module`; if not, a copy is changed.
-        additional_qconfig_spec_keys: further classes to quantise, keys of `additional_mapping`.
+        additional_qconfig_spec_keys: further classes to quantise: collections, or keys of
+            `additional_mapping`.
         additional_mapping: quantised class, with a method `from_float`, of further classes.
         output_dtype: dtype of the output of lookups.
         per_table_weight_dtype: dtype of the rows of some tables, by name, instead of `dtype`.
@@ -525,8 +528,17 @@ def quantize_embeddings(
         observer.with_args(dtype=dtype),
         dict(per_table_weight_dtype or {}),
     )
-    mapping: dict[Any, Any] = {**_QUANTISED_CLASSES, **(additional_mapping or {})}
-    unmapped = [key for key in additional_qconfig_spec_keys or () if key not in mapping]
+    default_classes: list[Any] = [emblib_collections.EmbeddingBagCollection]
+    if isinstance(module, emblib_collections.EmbeddingCollection):
+        default_classes.append(type(module))
+    mapping: dict[Any, Any] = dict(additional_mapping or {})
+    unmapped = []
+    for key in (*default_classes, *(additional_qconfig_spec_keys or ())):
+        quantised = [made for cls, made in _QUANTISED_CLASSES.items() if issubclass(key, cls)]
+        if key not in mapping and not quantised:
+            unmapped.append(key)
+        elif key not in mapping:
+            mapping[key] = quantised[0]
     if unmapped:
         raise ValueError(
             f"additional_mapping must have the quantised class of each of {unmapped}, of "
@@ -585,6 +597,7 @@ def quantize_inference_model(
         model,
         quantization_dtype,
         inplace=True,
+        additional_qconfig_spec_keys=[emblib_collections.EmbeddingCollection],
         output_dtype=output_dtype,
         per_table_weight_dtype=per_table_weight_dtype,
     )

@@ -407,6 +407,18 @@ def quantised_models(rec: Any) -> None:
     assert model[0] is not other[0]
     bits = {c.name: c.storage.bits for c in other[0].embedding_bag_configs()}
     assert bits == {"a": 8, "b": 4}
+    kinds = {
+        rec.EmbeddingCollection: rec.quantize_embeddings(
+            nn.Sequential(sequences(rec)), torch.qint8, inplace=True
+        ),
+        rec.QuantEmbeddingCollection: rec.quantize_embeddings(
+            nn.Sequential(sequences(rec)),
+            torch.qint8,
+            inplace=True,
+            additional_qconfig_spec_keys=[rec.EmbeddingCollection],
+        ),
+    }
+    assert all(type(found[0]) is kind for kind, found in kinds.items())
     made = rec.quantize_inference_model(model)
     assert made is model
     assert {c.storage.bits for c in made[0].embedding_bag_configs()} == {8}
