@@ -148,6 +148,28 @@ except AttributeError as missing_op:
         f"({missing_op}). {_advice()}"
     ) from missing_op
 
+for _op in (
+    "advise_huge_pages_",
+    "cache_flush_",
+    "cache_move_",
+    "fill_uniform_",
+    "hash_add_rows_",
+    "hash_grow_",
+    "hash_initial_rows_",
+    "hash_write_rows_",
+    "mark_pages_",
+    "quantize_rows_",
+    "tbe_backward_",
+    "tbe_update_",
+    "tier_write_",
+    "tt_backward_",
+    "tt_count_",
+    "tt_update_",
+    "update_rows_",
+):
+    # They only change their arguments, so that a trace has nothing to build for them.
+    torch.library.register_fake(f"emblib::{_op}", lambda *arguments: None)
+
 __all__ = [
     "autograd",
     "cache",

@@ -71,6 +71,8 @@ Results depend on neither the number of threads nor the device. The definition i
 `emblib.reference.cache`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -99,9 +101,7 @@ def _(
     clock: Tensor,
     tables: Tensor,
     rows: Tensor,
-    segments: Tensor,
-    count: Tensor,
-    policy: int,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.numel(), dtype=torch.int32), rows.new_empty(rows.numel())
 
@@ -115,9 +115,7 @@ def _(
     clock: Tensor,
     tables: Tensor,
     rows: Tensor,
-    segments: Tensor,
-    count: Tensor,
-    policy: int,
+    *rest: Any,
 ) -> Tensor:
     return rows.new_empty(rows.numel())
 
@@ -130,28 +128,6 @@ def _(tags: Tensor, tables: Tensor, rows: Tensor, count: Tensor) -> Tensor:
 @torch.library.register_fake("emblib::cache_lookup_slots")
 def _(row_slots: Tensor, segments: Tensor, lookups: Tensor, count: Tensor) -> Tensor:
     return row_slots.new_empty(lookups.numel())
-
-
-@torch.library.register_fake("emblib::cache_move_")
-def _(
-    weights: list[Tensor],
-    states: list[Tensor],
-    hyper: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    count: Tensor,
-    row_slots: Tensor,
-    evicted: Tensor,
-    postponed: list[Tensor],
-) -> None:
-    return None
-
-
-@torch.library.register_fake("emblib::cache_flush_")
-def _(
-    weights: list[Tensor], states: list[Tensor], hyper: Tensor, tables: Tensor, tags: Tensor
-) -> None:
-    return None
 
 
 @torch.library.register_fake("emblib::cache_prefetch_")

@@ -109,7 +109,6 @@ al., 1994), tags as in F14 and SwissTable.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -288,13 +287,7 @@ def _(
 
 @torch.library.register_fake("emblib::hash_touch_")
 def _(
-    index: list[Tensor],
-    ids: Tensor,
-    starts: Tensor,
-    tables: Tensor,
-    counts: Tensor | None,
-    batch_scores: Tensor | None,
-    order: int,
+    index: list[Tensor], ids: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(ids),
@@ -303,21 +296,6 @@ def _(
         torch.empty_like(ids),
         ids.new_empty(index[2].size(0) + 1),
     )
-
-
-@torch.library.register_fake("emblib::hash_grow_")
-def _(
-    index: list[Tensor],
-    row_buffers: list[Tensor],
-    row_layout: Tensor,
-    ids: Tensor,
-    starts: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    admitted: Tensor | None,
-) -> None:
-    return None
 
 
 @torch.library.register_fake("emblib::hash_insert_")
@@ -402,23 +380,6 @@ def _(
     return values.new_empty(slots.numel() if returns_rows else 0, values.size(1))
 
 
-@torch.library.register_fake("emblib::hash_write_rows_")
-def _(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("emblib::hash_add_rows_")
-def _(
-    values: Tensor,
-    slots: Tensor,
-    segments: Tensor,
-    permutation: Tensor,
-    count: Tensor,
-    rows: Tensor,
-) -> None:
-    return None
-
-
 @torch.library.register_fake("emblib::hash_evicted_rows")
 def _(
     values: list[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
@@ -460,17 +421,3 @@ def rule_of(initializer: Initializer, spec: DynamicSpec) -> InitialRule:
         return InitialRule(InitialKind.NORMAL, mean, std, span=1.0, low=-math.inf, high=math.inf)
     begin, end = initializer.probabilities
     return InitialRule(InitialKind.NORMAL, mean, std, begin, end - begin, *initializer.bounds)
-
-
-@torch.library.register_fake("emblib::hash_initial_rows_")
-def _(
-    row_buffers: Sequence[Tensor],
-    layout: Tensor,
-    rules: Tensor,
-    ids: Tensor,
-    first: Tensor,
-    offsets: Tensor,
-    slots: Tensor,
-    seed: int,
-) -> None:
-    return None

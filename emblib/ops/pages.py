@@ -51,11 +51,6 @@ def _(marks: Tensor, rows: Tensor, row_bytes: int, first_byte: int, page_bytes: 
     return rows.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-@torch.library.register_fake("emblib::mark_pages_")
-def _(marks: list[Tensor], rows: Tensor, row_bytes: int, first_byte: int, page_bytes: int) -> None:
-    return None
-
-
 @torch.library.register_fake("emblib::file_slots")
 def _(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
     return torch.empty_like(slots)

@@ -40,6 +40,7 @@ range without a stored row gets the row `MISSING` of its table; -1 is a row of z
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,11 +127,6 @@ def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
     return entries, bits
 
 
-@torch.library.register_fake("emblib::quantize_rows_")
-def _(packed: Tensor, weights: Tensor, format: int) -> None:
-    return None
-
-
 @torch.library.register_fake("emblib::quant_lookup")
 def _(
     packed: Tensor,
@@ -168,12 +164,5 @@ def _(
 
 
 @torch.library.register_fake("emblib::map_ids")
-def _(
-    index: Tensor,
-    tables: Tensor,
-    features: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    bag_layout: Tensor | None,
-) -> Tensor:
+def _(index: Tensor, tables: Tensor, features: Tensor, indices: Tensor, *rest: Any) -> Tensor:
     return indices.new_empty(indices.numel(), dtype=torch.int64)

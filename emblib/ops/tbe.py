@@ -104,23 +104,14 @@ def group(
 
 
 @torch.library.register_fake("emblib::bounds_check")
-def _(
-    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: int
-) -> tuple[Tensor, Tensor]:
+def _(indices: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return offsets.new_empty(offsets.numel(), dtype=torch.int32), offsets.new_empty(
         2, dtype=torch.int64
     )
 
 
 @torch.library.register_fake("emblib::bounds_check_")
-def _(
-    indices: Tensor,
-    offsets: Tensor,
-    features: Tensor,
-    bag_layout: Tensor | None,
-    check: int,
-    violations: Tensor,
-) -> Tensor:
+def _(indices: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
     return offsets.new_empty(offsets.numel(), dtype=torch.int32)
 
 
@@ -144,12 +135,7 @@ def _(
 
 @torch.library.register_fake("emblib::tbe_group")
 def _(
-    features: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    bag_layout: Tensor | None,
-    total_rows: int,
-    repaired: bool = False,
+    features: Tensor, indices: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_lookups = indices.numel()
     return (
@@ -164,11 +150,6 @@ def _(
 @torch.library.register_fake("emblib::tbe_row_grads")
 def _(grad: Tensor, features: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((rows.numel(), rest[-1]), dtype=torch.float32)
-
-
-@torch.library.register_fake("emblib::tbe_update_")
-def _(*arguments: Any) -> None:
-    return None
 
 
 @torch.library.register_fake("emblib::tbe_lookup_checked_")
@@ -192,18 +173,8 @@ def _(
     return results
 
 
-@torch.library.register_fake("emblib::tbe_backward_")
-def _(*arguments: Any) -> None:
-    return None
-
-
 @torch.library.register_fake("emblib::tbe_sample_weight_grad")
 def _(
     grad: Tensor, weights: Sequence[Tensor], features: Tensor, indices: Tensor, *rest: Any
 ) -> Tensor:
     return grad.new_empty(indices.numel(), dtype=torch.float32)
-
-
-@torch.library.register_fake("emblib::advise_huge_pages_")
-def _(tensor: Tensor) -> None:
-    return None

@@ -171,8 +171,3 @@ def _(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, T
         slots.new_empty((records.size(1) - row_bytes) // 8, num_rows),
         records.new_empty(num_rows, row_bytes),
     )
-
-
-@torch.library.register_fake("emblib::tier_write_")
-def _(records: Tensor, slots: Tensor, words: Tensor, values: Tensor) -> None:
-    return None

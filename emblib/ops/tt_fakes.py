@@ -68,11 +68,6 @@ def _(cores: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     return [torch.empty_like(core, dtype=torch.float32) for core in cores]
 
 
-@torch.library.register_fake("emblib::tt_update_")
-def _(*arguments: Any) -> None:
-    return None
-
-
 @torch.library.register_fake("emblib::tt_lookup_checked_")
 def _(
     cores: Sequence[Tensor],
@@ -106,24 +101,9 @@ def _(
     return [out, *groups, *plan, left_values]
 
 
-@torch.library.register_fake("emblib::tt_backward_")
-def _(*arguments: Any) -> None:
-    return None
-
-
-@torch.library.register_fake("emblib::update_rows_")
-def _(*arguments: Any) -> None:
-    return None
-
-
 @torch.library.register_fake("emblib::tt_stored")
 def _(
     indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_stored = 0 if slots is None else ids.numel()
     return ids.new_empty(num_stored), ids.new_empty(num_stored), ids.new_empty(ids.numel())
-
-
-@torch.library.register_fake("emblib::tt_count_")
-def _(*arguments: Any) -> None:
-    return None
