@@ -16,6 +16,12 @@ from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
+from emblib.collections.column_order import (
+    ColumnOrder,
+    bounds_of_means,
+    bounds_output,
+    clip_blocks,
+)
 from emblib.collections.configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -32,13 +38,12 @@ from emblib.collections.fused_states import (
 )
 from emblib.collections.groups import SliceKey, TableGroups
 from emblib.collections.shared import SharedTable, SharedTables
-from emblib.columns import PieceColumn, TargetColumn
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.jagged.jagged_tensor import as_normal_tensor, drop_first
 from emblib.jagged.keyed_layout import num_padding_of
-from emblib.ops import route
+from emblib.ops.autograd import UpdateRule
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, check_bool
 from emblib.storage import Quantized, TableHandle, TableSlice
@@ -545,8 +550,13 @@ class EmbeddingBagCollection(TableCollection):
         self._names = [unit.name for unit in self._units]
         self._columns = list(groups.dims)
         divides = [self._needs_division(unit) for unit in self._units]
+        self._bounded_means = [
+            u
+            for u, unit in enumerate(self._units)
+            if divides[u] and bounds_output(self.configs[unit.table])
+        ]
         needs_order = any(divides) or groups.order != list(range(len(self._units)))
-        self._column_order = _ColumnOrder(groups, divides) if needs_order else None
+        self._column_order = ColumnOrder(groups, divides) if needs_order else None
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows `[B, sum of dims]`: one block of columns per feature.
@@ -581,12 +591,24 @@ class EmbeddingBagCollection(TableCollection):
             output = groups.forward(batch.values(), batch.offsets(), weights, id_counts=id_counts)
         if self._column_order is not None:
             output = self._column_order(output, batch)
+            output = clip_blocks(output, self._columns, self._mean_rules())
         return KeyedTensor(self._names, self._columns, output)
 
     def _needs_division(self, unit: TableFeature) -> bool:
         """Return whether the lookup returns sums of a feature whose output are means."""
         is_mean = self.configs[unit.table].pooling is Pooling.MEAN
         return is_mean and self.groups.pooling is Pooling.SUM
+
+    def _mean_rules(self) -> list[UpdateRule | None]:
+        """Return the bounds of the gradients of means that are divided after the lookup."""
+        if not (self._bounded_means and torch.is_grad_enabled()):
+            return []
+        optimizers = {}
+        for u in self._bounded_means:
+            module, _ = self.groups.module_of(self._units[u].table)
+            if has_hyperparams(module):
+                optimizers[u] = module.optimizer
+        return bounds_of_means(optimizers, len(self._units))
 
     def _expand(self, batch: KeyedJaggedTensor) -> Tensor:
         """Look up features of different batch sizes; expand them to `[B, columns]`."""
@@ -604,10 +626,12 @@ class EmbeddingBagCollection(TableCollection):
         blocks = output.split([stride * dim for stride, dim in zip(strides, dims, strict=True)])
         lengths = batch.lengths().split(strides)
         blocks_by_unit: list[Tensor] = [output] * len(dims)
+        rules = self._mean_rules() or [None] * len(dims)
         for position, unit_index in enumerate(groups.order):
             unit, block = self._units[unit_index], blocks[position].view(-1, dims[position])
             if self._needs_division(unit):
                 block = block / lengths[position].clamp(min=1).unsqueeze(1)
+                block = clip_blocks(block, [block.shape[1]], [rules[unit_index]])
             if inverse_indices is not None:
                 block = block.index_select(0, inverse_indices[row_by_feature[unit.feature]])
             blocks_by_unit[unit_index] = block
@@ -642,73 +666,6 @@ def _inverse_indices_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tenso
             f"{batch.stride_per_key()} bags: make the KeyedJaggedTensor with inverse_indices="
         )
     return {}, None
-
-
-class _ColumnOrder:
-    """Reorder the columns of a lookup by configuration, and divide means.
-
-    One pass of `emblib.ops.route.combine` over `[B, columns]` does both. Its descriptors depend on
-    the batch size, and are cached for the last one.
-    """
-
-    def __init__(self, groups: TableGroups, divides: Sequence[bool]) -> None:
-        num_columns, column = groups.output_dim, 0
-        position_by_unit = {unit: position for position, unit in enumerate(groups.order)}
-        targets, pieces = [], []
-        for unit, dim in enumerate(groups.dims):
-            # `_descriptors` multiplies the first bag by the batch size, and sets the rows.
-            first_bag = position_by_unit[unit] if divides[unit] else -1
-            targets.append(
-                route.TargetRow(
-                    offset=column,
-                    stride=num_columns,
-                    num_rows=0,
-                    width=dim,
-                    first_piece=unit,
-                    end_piece=unit + 1,
-                    first_bag=first_bag,
-                )
-            )
-            pieces.append(route.PieceRow(groups.column_of[unit], num_columns))
-            column += dim
-        self._num_columns, self._divides_means = num_columns, any(divides)
-        self._targets = torch.tensor(targets, dtype=torch.int64, device="cpu").view(
-            -1, len(TargetColumn)
-        )
-        self._pieces = torch.tensor(pieces, dtype=torch.int64, device="cpu").view(
-            -1, len(PieceColumn)
-        )
-        # Batch size, targets and pieces of the last call.
-        self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
-
-    def _descriptors(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `targets` `[T, 7]` and `pieces` `[P, 3]` of `combine` for a batch size."""
-        descriptors = self._last_descriptors
-        if descriptors is None or descriptors[0] != batch_size or descriptors[1].device != device:
-
-            def targets_of_batch(targets: Tensor) -> Tensor:
-                targets = targets.clone()
-                targets[:, TargetColumn.NUM_ROWS] = batch_size
-                first_bags = targets[:, TargetColumn.FIRST_BAG]
-                targets[:, TargetColumn.FIRST_BAG] = torch.where(
-                    first_bags >= 0, first_bags * batch_size, -1
-                )
-                return targets.to(device)
-
-            # Training after an evaluation in inference mode needs them for backward.
-            targets = as_normal_tensor(targets_of_batch, self._targets)
-            pieces = as_normal_tensor(lambda pieces: pieces.clone().to(device), self._pieces)
-            descriptors = batch_size, targets, pieces
-            if type(descriptors[1]) is Tensor:  # tensors of a trace have no values
-                self._last_descriptors = descriptors
-        return descriptors[1], descriptors[2]
-
-    def __call__(self, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Return the columns of `rows` `[B, columns]` in the order of the configurations."""
-        targets, pieces = self._descriptors(rows.shape[0], rows.device)
-        lengths = batch.lengths() if self._divides_means else None
-        flat = route.combine(rows.view(-1), targets, pieces, lengths, rows.numel(), rows.dtype)
-        return flat.view(-1, self._num_columns)
 
 
 class EmbeddingCollection(TableCollection):

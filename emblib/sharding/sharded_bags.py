@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.collections.column_order import bounds_of_means, bounds_output, clip_blocks
 from emblib.collections.modules import EmbeddingBagCollection
 from emblib.grad_mode import in_grad_mode
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+from emblib.ops.autograd import UpdateRule
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.saved_tables import StateOfTables
@@ -119,6 +121,11 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         self.embedding_bags = ShardParameters(self.handles(), ranks)
         self._names = [feature.name for feature in self.layout.features]
         self._dims = [feature.dim for feature in self.layout.features]
+        self._bounded_means = [
+            f
+            for f, feature in enumerate(self.layout.features)
+            if feature.is_mean and bounds_output(self.configs[feature.table])
+        ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -239,15 +246,41 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         values = pending.wait()
         if received.inputs.is_variable:
             values = self._expand(values, received)
+        else:
+            values = clip_blocks(values, self._dims, self._mean_rules())
         return KeyedTensor(self._names, self._dims, values)
+
+    def _mean_rules(self) -> list[UpdateRule | None]:
+        """Return the bounds of the gradients of means, which are divided after the lookup.
+
+        The optimizer of a table without a shard on this rank is that of its configuration.
+        """
+        if not (self._bounded_means and torch.is_grad_enabled()):
+            return []
+        optimizers = {}
+        for f in self._bounded_means:
+            config = self.configs[self.layout.features[f].table]
+            optimizer = (
+                self.hyperparams.optimizer_of(config.name)
+                or config.optimizer
+                or self.groups.optimizer
+            )
+            if optimizer is not None:
+                optimizers[f] = optimizer
+        return bounds_of_means(optimizers, len(self._dims), self.scale)
 
     def _expand(self, values: Tensor, received: IncomingBatch) -> Tensor:
         """Expand flat rows of the bags of each feature to rows of examples, `[B, sum D]`."""
         inputs = received.inputs
         block_sizes = list(map(mul, inputs.bag_counts, self._dims))
         blocks = [
-            block.view(-1, dim)
-            for block, dim in zip(values.split(block_sizes), self._dims, strict=True)
+            clip_blocks(block.view(-1, dim), [dim], [rule])
+            for block, dim, rule in zip(
+                values.split(block_sizes),
+                self._dims,
+                self._mean_rules() or [None] * len(self._dims),
+                strict=True,
+            )
         ]
         if inputs.inverse is not None:
             blocks = [

@@ -65,6 +65,11 @@ class TableHyperparams:
             if has_hyperparams(module) and is_fused(module.optimizer):
                 self._modules[table], self._handles[table] = module, handle
 
+    def optimizer_of(self, table: str) -> Optimizer | None:
+        """Return the optimizer of a table; None if it has no fused one on this rank."""
+        module = self._modules.get(table)
+        return None if module is None else module.optimizer
+
     def digests(self) -> list[int]:
         """Return a digest for each entry of `tables`, below 2^56.
 

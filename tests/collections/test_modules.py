@@ -22,8 +22,10 @@ from emblib import (
     Pooling,
     optim,
 )
+from emblib.collections.optimizers import FusedOptimizer
 from emblib.dynamic.keys import hash_key_of
-from emblib.storage import Dense, Hash, TensorTrain
+from emblib.sharding import RankGroup, ShardedEmbeddingBagCollection, row_wise
+from emblib.storage import Dense, Hash, Hashed, Storage, TensorTrain
 from tests.collections.cases import (
     IDS,
     bag_configs,
@@ -343,6 +345,42 @@ def test_tables_with_optimizers_of_their_own() -> None:
     assert not torch.equal(dense(collection, "a"), before["a"])
     assert torch.equal(dense(collection, "b"), before["b"])
     assert torch.equal(dense(collection, "c"), before["c"])
+
+
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("storage", [Dense(), TensorTrain((2,)), Hash(seed=1), Hashed(5, 2)])
+def test_max_gradient_bounds_the_gradients_of_means(storage: Storage, change: bool) -> None:
+    """Also where means are divided after the lookup: with a table of sums, and sharded."""
+
+    def config(name: str, pooling: str, storage: Storage) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(32, 4, name, pooling=pooling, storage=storage)
+
+    configs = [config("m", "mean", storage), config("s", "sum", Dense())]
+    optimizer = optim.SGD(1.0, max_gradient=None if change else 0.5)
+    only_means = EmbeddingBagCollection(configs[:1], optimizer=optimizer)
+    models = [only_means]
+    for variant in (EmbeddingBagCollection(configs, optimizer=optimizer), only_means):
+        variant.reset_parameters({"m": 3, "s": 4})
+        models.append(variant)
+    models[2] = ShardedEmbeddingBagCollection(only_means, {"m": row_wise()}, RankGroup.single())
+    ids, lengths = torch.tensor([1, 2, 3, 4, 2]), torch.tensor([4, 1])
+    outputs = []
+    for model in models:
+        if change:
+            FusedOptimizer.of(model).param_groups[0]["max_gradient"] = 0.5
+        pair = KeyedJaggedTensor(["m", "s"], ids.repeat(2), lengths=lengths.repeat(2))
+        merged = KeyedJaggedTensor(
+            ["m", "s"],
+            ids.repeat(2),
+            lengths=lengths.repeat(2),
+            stride_per_key_per_rank=[[2], [2]],
+            inverse_indices=(["m", "s"], torch.tensor([[0, 0, 1], [1, 1, 0]])),
+        )
+        for features in (pair, merged):
+            (2 * model(features)["m"]).sum().backward()
+        outputs.append(model(pair)["m"])
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(outputs[2], outputs[0])
 
 
 def test_dynamic_tables_take_any_id() -> None:
