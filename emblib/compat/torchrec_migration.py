@@ -343,10 +343,19 @@ class ReplacedCollection(Replaced):
         return module, optimizers
 
     def features(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the name of each feature, as `TraceRecorder` has it per path, and its table."""
+        """Return the name of each feature, as `TraceRecorder` has it per path, and its table.
+
+        A feature of several tables has the name for the first one: the trace has its bags per
+        table.
+        """
+        first_tables: dict[str, str] = {}
+        for config in self.new.configs:
+            for feature in config.feature_names:
+                first_tables.setdefault(feature, config.name)
+        suffixes = {feature: ("", f"@{table}") for feature, table in first_tables.items()}
         return [
-            (tuple(f"{path}.{feature}" for path in self.paths), number)
-            for number, config in enumerate(self.new.configs)
+            (tuple(f"{p}.{feature}{suffix}" for p in self.paths for suffix in suffixes[feature]), t)
+            for t, config in enumerate(self.new.configs)
             for feature in config.feature_names
         ]
 
@@ -424,6 +433,9 @@ class ReplacedFusedCollection(ReplacedCollection):
             for new, old in _state_pairs(table, module, number):
                 new.copy_(old.view_as(new))
             table.module.set_step(step_of(module))
+
+    def replace_in_optimizers(self) -> None:
+        """Do nothing: no torch optimizer trains the tables."""
 
     def carry_back(self) -> None:
         """Copy rows, optimizer states and steps back."""

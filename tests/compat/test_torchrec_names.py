@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-import emblib.compat.torchrec
-from emblib.compat import torchrec_names
+from emblib.compat import torchrec, torchrec_names
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
 from emblib.compat.torchrec_tree import TREE, iterate_names, status_of
 from tests.compat import torchrec_probes_distributed
@@ -70,6 +71,16 @@ def test_names_that_work_do_what_the_real_ones_do(names: tuple[str, ...], run: P
     run(rec)
 
 
+def test_a_group_added_to_rowwise_adagrad_has_states() -> None:
+    """TorchRec's raises KeyError in `step`."""
+    made = torchrec.RowWiseAdagrad([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    added = nn.Parameter(torch.ones(1, 2))
+    made.add_param_group({"params": [added], "initial_accumulator_value": 7.0})
+    added.grad = torch.full((1, 2), 3.0)
+    made.step()
+    assert made.state[added]["sum"].item() == 16
+
+
 @pytest.mark.parametrize("name", sorted(RAISES))
 def test_names_raise_where_they_are_used(name: str) -> None:
     path, shown = next((path, n) for path, n, other in iterate_names() if other == name)
@@ -87,7 +98,7 @@ def test_names_raise_where_they_are_used(name: str) -> None:
 def test_all_names_are_in_the_root_as_well() -> None:
     for other, value in resolved().items():
         if other not in RAISES:
-            assert getattr(emblib.compat.torchrec, other) is value
+            assert getattr(torchrec, other) is value
 
 
 def test_the_real_one_has_these_names() -> None:

@@ -328,11 +328,6 @@ def rowwise_adagrad(rec: Any) -> None:
     expected = [[1 - 0.1 / 5, 1 - 0.7 / 5], [1.0, 1 - 0.2 / 2**0.5]]
     torch.testing.assert_close(parameter.detach(), torch.tensor(expected))
     assert made.state[parameter]["sum"].view(-1).tolist() == [25, 2]
-    added = nn.Parameter(torch.ones(1, 2))
-    made.add_param_group({"params": [added], "initial_accumulator_value": 7.0})
-    added.grad = torch.full((1, 2), 3.0)
-    made.step()
-    assert made.state[added]["sum"].item() == 16
 
 
 @probe("SGD LarsSGD LAMB PartialRowWiseLAMB Adam PartialRowWiseAdam Adagrad")
