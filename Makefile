@@ -29,8 +29,11 @@ WORKERS ?= 3
 FUZZ_SECONDS ?= 3600
 export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
 
+ifneq ($(word 2,$(VENV)),)
+$(error VENV='$(VENV)' has a space, which make cannot have in a target: name another folder, VENV=dir)
+endif
 STATE := $(if $(VENV),$(VENV),build)/.make
-BIN = $$(cat $(STATE)/bin)
+BIN = "$$(cat $(STATE)/bin)"
 # The native libraries are compiled while what they do not need is installed.
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
@@ -65,7 +68,7 @@ pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=m
 	@$(BIN)/python -m tests.pretend.session $(or $(ARGS),short)
 
 gpu-day: native ## all that a GPU can say in ten minutes: tests, kernels against their aims, peers (ARGS=--list)
-	@VENV="$(VENV)" EMBLIB_PYTHON="$(BIN)/python" scripts/gpu_day.sh $(ARGS)
+	@VENV="$(VENV)" EMBLIB_PYTHON=$(BIN)/python scripts/gpu_day.sh $(ARGS)
 
 docs: native ## build the documentation site into build/site, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)

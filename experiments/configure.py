@@ -43,12 +43,14 @@ from experiments.config.schema import (
 )
 from experiments.config.sweep import COMPUTED_ARMS, ONLY_ARMS, QUALITY_METHODS, SWEEP, Cell
 from experiments.contenders import registry
-from experiments.kinds.base import ContenderType, Ranks, check_contender_types
+from experiments.kinds.base import AMOUNT, ContenderType, Ranks, Repetition, check_contender_types
 from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
 NON_GROUP_FOLDERS = ("hardware",)  # folders of conf/ that a run does not choose from
 NO_TRACE = WorkloadConfig()  # its defaults
+MAX_COUNT = 2**63  # torch counts rows and ids in 64 bits with a sign
+ONCE, TIMED = Repetition.ONCE, Repetition.TIMED
 BUDGETS = ("cell_seconds", "total_seconds")  # keys of `timing`, see `_scale_budgets`
 
 
@@ -126,8 +128,10 @@ def _check_effects(config: Config, arguments: Sequence[str]) -> None:
         if key.startswith("cases.") and key.count(".") > 1:
             _, name, key = key.split(".", 2)
             point, cells = config.cases[name], [cell for cell in cases if cell.section == name]
-        group = key.partition(".")[0]
         is_run = point is config
+        if key == "workload":  # an option of the group, which the distribution of ids names
+            key = "workload.distribution"
+        group = key.partition(".")[0]
         if is_run and group in KEYS_OF_CASES and not (group == "cache" and kind.arms.only_arm):
             cells = swept
         if override.value() == [] or not (cases + swept if is_run else cells):
@@ -138,6 +142,8 @@ def _check_effects(config: Config, arguments: Sequence[str]) -> None:
             reason = f"only cases are measured, and cases.NAME.{key} sets theirs"
         elif words := _axes_without_effect(point.workload).get(key.removeprefix("workload.")):
             reason = f"it says nothing about {words}"
+        elif group == "cache" and kind.arms.only_arm and not is_run:
+            reason = f"all cases have the cache of the run, {key}"
         elif not _is_read(key, kind, cells):
             reason = f"{name} does not read {key}"
         else:
@@ -174,6 +180,8 @@ def _is_read(key: str, kind: kinds.Kind, cells: Sequence[Cell]) -> bool:
         "sweep.rank": has_ranks,
         "cache": bool(kind.arms.only_arm) or any(arm.cache for arm in arms),
         "timing.modes": not all(kind.measurement.modes for kind in cell_kinds),
+        "timing.replicates": any(kind.measurement.repetition is not ONCE for kind in cell_kinds),
+        **dict.fromkeys(AMOUNT, any(kind.measurement.repetition is TIMED for kind in cell_kinds)),
         **dict.fromkeys(SWEEP_KEYS, any(cell.section == SWEEP for cell in cells)),
     }
     if not (is_read.get(key, True) and is_read.get(key.partition(".")[0], True)):
@@ -483,7 +491,8 @@ def check_values(config: Config) -> None:
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
-        require(f"sweep.{axis} must be >= 1", values, holds=all(value >= 1 for value in values))
+        is_held = all(1 <= value < MAX_COUNT for value in values)
+        require(f"sweep.{axis} must be in [1, 2**63)", values, holds=is_held)
     for axis in ("s", "q"):
         values = getattr(config.sweep, axis)
         require(
@@ -667,9 +676,11 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
         # For a trace, 0 means the number in its file.
         minimum = 0 if is_trace and axis in ("T", "E") else 1
         value = getattr(workload, axis)
-        require(f"{prefix}workload.{axis} must be >= {minimum}", value, holds=value >= minimum)
+        rule = f"{prefix}workload.{axis} must be in [{minimum}, 2**63)"
+        require(rule, value, holds=minimum <= value < MAX_COUNT)
     sizes = workload.sizes
-    require(f"{prefix}workload.sizes must be >= 1", sizes, holds=all(rows >= 1 for rows in sizes))
+    is_held = all(1 <= rows < MAX_COUNT for rows in sizes)
+    require(f"{prefix}workload.sizes must be in [1, 2**63)", sizes, holds=is_held)
     if is_trace and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
     for name in () if is_trace else ("file", "format", "columns", "ids", "sha256"):

@@ -51,7 +51,7 @@ for set in "${sets[@]}"; do
   say "dependencies: $set"
   environment=build/dependencies/$set
   more=$(sed -n 's/^# extras: /,/p' "constraints/$set.txt")
-  if PIP_CONSTRAINT=$PWD/constraints/$set.txt make --no-print-directory native \
+  if PIP_CONSTRAINT=constraints/$set.txt make --no-print-directory native \
       VENV="$environment" EXTRAS="harness,metrics,launchers,test$more" &&
     check_versions "$environment/bin/python" "$set" &&
     "$environment/bin/python" -m pytest -q -p no:cacheprovider -n "${WORKERS:-2}" --dist loadfile \

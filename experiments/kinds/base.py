@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 TIME = "time"  # kind of cells whose contenders are timed side by side
 KEYS = "keys"  # kind of cases with `keys.loads`; also the group of their settings
 UPDATE_RULE = ("optimizer", "lr")  # keys that a kind without a step ignores
+# Keys that only a race of contenders reads (`timing.race`), and all that only timed kinds read.
+RACE = ("timing.min_seconds", "timing.max_rounds", "timing.precision")
+WARM_UP = ("timing.warmup", "timing.warmup_seconds", "timing.warmup_cap")
+AMOUNT = (*RACE, *WARM_UP, "timing.cell_seconds", "timing.min_rounds", "timing.pool")
 
 
 @dataclass(frozen=True)

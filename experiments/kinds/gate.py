@@ -8,6 +8,12 @@ from __future__ import annotations
 from experiments.config.schema import Config, require
 from experiments.kinds import base
 
+# Keys that none of the kinds reads: points have optimizers, and a pair has a number of blocks.
+BUDGETS = ("timing.cell_seconds", "timing.total_seconds")
+IGNORED = ("optimizer", base.KEYS, "rerun", *BUDGETS, *base.RACE)
+TRIALS = ("gate.trials", "gate.slowed_trials")
+VERDICT = ("gate.base", "gate.strict", "gate.instructions")  # keys of the gate alone
+
 
 class Gate(base.Kind):
     """Answer whether one revision of emblib is slower than another."""
@@ -15,7 +21,7 @@ class Gate(base.Kind):
     name = "gate"
     cell_kinds = base.CellKinds(sweep=base.TIME)
     runner = "experiments.gate.runner:run"
-    measurement = base.Measurement(ignores=("optimizer", base.KEYS))  # points have optimizers
+    measurement = base.Measurement(ignores=(*IGNORED, *TRIALS, "gate.floor_pairs"))
     reporting = base.Reporting(special_report="experiments.gate.runner:rebuild")
 
     def check(self, config: Config) -> None:
@@ -30,6 +36,9 @@ class Gate(base.Kind):
         for name in ("min_effect", "max_margin"):
             value = getattr(config.gate, name)
             require(f"gate.{name} must be > 0", value, holds=value > 0)
+        max_pairs, pairs = config.gate.max_pairs, config.timing.replicates
+        rule = f"gate.max_pairs must be >= timing.replicates={pairs}"
+        require(rule, max_pairs, holds=max_pairs >= pairs or self.name == Noise.name)
 
 
 class Noise(Gate):
@@ -37,6 +46,9 @@ class Noise(Gate):
 
     name = "noise"
     runner = "experiments.gate.noise:run"
+    measurement = base.Measurement(
+        ignores=(*IGNORED, *TRIALS, *VERDICT, "gate.max_pairs", "gate.max_margin", "gate.inject")
+    )
     reporting = base.Reporting(special_report="experiments.gate.noise:write")
 
 
@@ -45,4 +57,5 @@ class Power(Gate):
 
     name = "power"
     runner = "experiments.gate.power:run"
+    measurement = base.Measurement(ignores=(*IGNORED, *VERDICT, "gate.floor_pairs"))
     reporting = base.Reporting(special_report="experiments.gate.power:write")

@@ -54,6 +54,7 @@ class Growth(Keys):
             *("workload.s", "workload.q", "workload.distribution"),
             *("keys.loads", "keys.hits", "keys.operations"),
             *base.UPDATE_RULE,
+            *base.AMOUNT,  # only a filled table ends it
         ),
     )
     reporting = base.Reporting("experiments.kind_reports.growth")

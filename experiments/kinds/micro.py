@@ -28,7 +28,11 @@ class Micro(base.Kind):
     cell_kinds = base.CellKinds(sweep=base.TIME)
     runner = "experiments.run.micro:run"
     measurement = base.Measurement(  # the benchmarks have their own sizes
-        ignores=("workload", "contenders", "tt", "cache", base.KEYS, *base.UPDATE_RULE)
+        ignores=(
+            *("workload", "contenders", "tt", "cache", base.KEYS, "rerun"),
+            *("timing.pool", "timing.total_seconds", "timing.limit_seconds"),
+            *(*base.UPDATE_RULE, *base.RACE, *base.WARM_UP),
+        )
     )
     reporting = base.Reporting(
         "experiments.kind_reports.micro", comparability=base.Comparability.MACHINES

@@ -62,6 +62,7 @@ class Predictions(base.Kind):
         makes_tables=False,
         ignores=(
             *("workload.T", "workload.B", "workload.s", "workload.q", "workload.order"),
+            "workload.distribution",
             *("tt", "cache", base.KEYS, "lr"),
         ),
     )

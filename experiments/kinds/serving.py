@@ -55,7 +55,7 @@ class Serving(base.Kind):
     measurement = base.Measurement(
         "experiments.measure.serving:serving_cell",
         modes=(Mode.hot,),
-        ignores=(base.KEYS, *base.UPDATE_RULE),
+        ignores=(base.KEYS, *base.UPDATE_RULE, *base.RACE, *base.WARM_UP, "timing.min_rounds"),
     )
     reporting = base.Reporting(
         "experiments.kind_reports.serving",

@@ -14,6 +14,7 @@ import pytest
 
 from experiments import configure
 from experiments.measure import process
+from experiments.paths import CONF
 from tests import nightly
 from tests.experiments.smoke_host import SmokeHost, render_once
 
@@ -23,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 WITHOUT_FIGURES = {"tbe_vs_torch"}  # in `make nightly` with them; its numbers are looked at
 # The figures of `serving` need 200 requests per point, more than fit the budget of a smoke run.
 BUDGETS = {"serving": ("timing.cell_seconds=5", "timing.max_cells=2")}
-SHORT = ("timing.cell_seconds=0.1",)  # also where an experiment has a longer budget
+SHORT = ("timing.cell_seconds=0.1",)  # where an experiment has a longer budget of its own
 
 
 class SmokeRuns(Mapping[str, Path]):
@@ -41,7 +42,8 @@ class SmokeRuns(Mapping[str, Path]):
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         words = [f"+experiment={name}", "timing=smoke", "device=cpu", f"report.folder={folder}"]
-        words += BUDGETS.get(name, () if nightly.IS_NIGHTLY else SHORT)
+        has_budget = "cell_seconds" in (CONF / "experiment" / f"{name}.yaml").read_text()
+        words += BUDGETS.get(name, SHORT if has_budget and not nightly.IS_NIGHTLY else ())
         if name in WITHOUT_FIGURES and not nightly.IS_NIGHTLY:
             words.append("report.figures=false")
         with (folder / "ended.json").open("a+") as ended:

@@ -48,7 +48,7 @@ PROBES = {
     ("timing=smoke",): "which experiments? e.g. python run.py -m",
     ("+experiment=tbe_vs_torch,tt_vs_tbee",): "Did you mean '+experiment=tt_vs_tbe'?",
     (A, "timing=smoke,stndard"): "Did you mean 'timing=standard'?",
-    (A, "workload.B=8,0"): "workload.B must be >= 1, got 0",
+    (A, "workload.B=8,0"): "workload.B must be in [1, 2**63), got 0",
     (A, "workload.B=interval(1,2)"): "list the values",
     (A, "hydra/launcher=jobliv"): "There is: basic, joblib, submitit_local, submitit_slurm",
     (A, "++hydra.sweep.dir=elsewhere"): "hydra.sweep.dir is fixed",

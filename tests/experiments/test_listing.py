@@ -76,13 +76,13 @@ def test_an_experiment_that_cannot_be_composed_is_a_row(monkeypatch: pytest.Monk
 
     def broken(words: list[str]) -> object:
         if "+experiment=tt_vs_tbe" in words:
-            raise configure.UsageError("workload.B must be >= 1, got 0")
+            raise configure.UsageError("workload.B must be in [1, 2**63), got 0")
         return load(words)
 
     monkeypatch.setattr(configure, "load", broken)
     monkeypatch.setattr(configure, "groups", lambda: groups)
     rows = {row[0].partition("\n")[0]: row for row in listing.experiments().rows}
-    assert rows["tt_vs_tbe"][0].endswith("workload.B must be >= 1, got 0")
+    assert rows["tt_vs_tbe"][0].endswith("workload.B must be in [1, 2**63), got 0")
     assert rows["tt_vs_tbe"][1:] == ("broken", "–", "–")
     assert rows["tbe_vs_torch"][1] == "time"
 

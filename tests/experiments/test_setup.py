@@ -219,3 +219,21 @@ def test_a_word_that_is_no_choice_is_refused(machine: Machine) -> None:
     done = machine.run("cuda_choice.sh", EMBLIB_CUDA="yes")
     assert done.returncode == 2
     assert "EMBLIB_CUDA must be AUTO, ON or OFF, got 'yes'" in done.stderr
+
+
+def test_a_python_in_a_path_with_spaces_is_called(tmp_path: Path) -> None:
+    python = tmp_path / "a b" / "python"
+    (tmp_path / ".make").mkdir()
+    (tmp_path / ".make" / "bin").write_text(f"{python.parent}\n")
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    call = ["make", "-o", "native", f"VENV={tmp_path}", "run", "micro"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    words = [line.split() for line in done.stdout.splitlines()]
+    assert words == [["run.py", f"+experiment={name}"] for name in ("tt_vs_tbe", "micro")]
+
+
+def test_an_environment_with_a_space_in_its_name_is_refused() -> None:
+    done = subprocess.run(["make", "VENV=a b", "run"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "VENV='a b' has a space" in done.stderr) == (2, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gzip
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,14 +409,14 @@ def test_cells_of_a_trace_have_its_tables(tmp_path: Path) -> None:
     [
         (["workload=trace"], "workload.distribution=trace needs a file: workload.file=PATH"),
         (["workload.file=x.csv"], "workload.file is read by workload=trace only"),
-        (["workload.E=0"], "workload.E must be >= 1, got 0"),
-        (["workload=trace", "workload.file=x", "workload.B=0"], "workload.B must be >= 1"),
-        (["workload.sizes=[3,0]"], "workload.sizes must be >= 1"),
+        (["workload.E=0"], "workload.E must be in [1, 2**63), got 0"),
+        (["workload=trace", "workload.file=x", "workload.B=0"], "workload.B must be in [1, 2**63)"),
+        (["workload.sizes=[3,0]"], "workload.sizes must be in [1, 2**63)"),
         (["workload.format=parket"], "Did you mean 'workload.format=parquet'"),
     ],
 )
 def test_words_that_do_not_fit_together(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         configure.load(["+experiment=tbe_vs_torch", *words])
 
 
