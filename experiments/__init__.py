@@ -48,7 +48,7 @@ def load(*run_directories: str | Path) -> pd.DataFrame:
     """Return the results of runs as one table: one row per cell, arm, mode and phase.
 
     The columns are those of results.csv (`results.metrics.frame`), and `run`, the name of the run's
-    directory.
+    directory; the paths of all directories, as they were given, if two have one name.
 
     Raises:
         ValueError: no run is given.
@@ -58,5 +58,11 @@ def load(*run_directories: str | Path) -> pd.DataFrame:
 
     from experiments.report.data import Run
 
-    tables = [Run.read(Path(path)).table.assign(run=Path(path).name) for path in run_directories]
+    names = [Path(path).name for path in run_directories]
+    if len(set(names)) < len(names):  # such as references of several machines
+        names = [str(path) for path in run_directories]
+    tables = [
+        Run.read(Path(path)).table.assign(run=name)
+        for path, name in zip(run_directories, names, strict=True)
+    ]
     return pd.concat(tables, ignore_index=True)
