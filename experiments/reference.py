@@ -195,9 +195,10 @@ def add(words: Sequence[str]) -> int:
         for argument in words
         if "=" in argument and not argument.startswith("+experiment=")
     ]
-    for setting in settings:  # an older run would be taken for the new one
-        if setting.startswith(("report.folder=", "dry_run=")):
-            raise UsageError(f"{setting}: `reference add` stores new runs of reports/runs")
+    for override in configure.parse(settings):  # an older run would be taken for the new one
+        if override.key_or_group in ("report.folder", "dry_run", "name"):
+            stored = "stores new runs of reports/runs/EXPERIMENT"
+            raise UsageError(f"{override.input_line}: `reference add` {stored}")
     names = experiments_to_run([argument for argument in words if argument not in settings])
     for name in names:
         configure.load([f"+experiment={name}", *settings])

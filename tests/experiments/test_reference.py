@@ -43,7 +43,7 @@ def test_a_machine_is_added_by_one_command(
     assert "no experiment 'tt_vs_tb'" in capsys.readouterr().err
     assert cli.main(["reference", "add", "tt_vs_tbe", "timin=quick"]) == 2
     assert "Did you mean" in capsys.readouterr().err
-    for setting in ("report.folder=elsewhere", "dry_run=true"):
+    for setting in ("report.folder=elsewhere", "dry_run=true", "name=mine", "++name=mine"):
         assert cli.main(["reference", "add", "tt_vs_tbe", setting]) == 2
         assert f"{setting}: `reference add` stores new runs" in capsys.readouterr().err
     assert set(reference.experiments_to_run([])) >= {"tt_vs_tbe", "cache_hit_rate"}
