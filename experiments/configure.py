@@ -49,7 +49,6 @@ from experiments.paths import CONF
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
 NON_GROUP_FOLDERS = ("hardware",)  # folders of conf/ that a run does not choose from
 NO_TRACE = WorkloadConfig()  # its defaults
-MAX_COUNT = 2**63  # torch counts rows and ids in 64 bits with a sign
 ONCE, TIMED = Repetition.ONCE, Repetition.TIMED
 BUDGETS = ("cell_seconds", "total_seconds")  # keys of `timing`, see `_scale_budgets`
 
@@ -490,9 +489,7 @@ def check_values(config: Config) -> None:
                 message = _unknown_name("contender", name, (*optional_arms, *contenders), "", 0.3)
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
-        values = getattr(config.sweep, axis)
-        is_held = all(1 <= value < MAX_COUNT for value in values)
-        require(f"sweep.{axis} must be in [1, 2**63)", values, holds=is_held)
+        _check_counts(f"sweep.{axis}", getattr(config.sweep, axis))
     for axis in ("s", "q"):
         values = getattr(config.sweep, axis)
         require(
@@ -509,9 +506,7 @@ def check_values(config: Config) -> None:
     _check_timing(timing)
     require("seed must be in [0, 2**32)", config.seed, holds=0 <= config.seed < 2**32)
     for name, minimum in (("ranks", 1), ("threads", 0)):
-        number = getattr(device, name)
-        rule = f"device.{name} must be in [{minimum}, {MAX_WORKERS}]"
-        require(rule, number, holds=minimum <= number <= MAX_WORKERS)
+        _check_counts(f"device.{name}", getattr(device, name), minimum, MAX_WORKERS)
     for name, share in (
         ("device.memory_share", device.memory_share),
         ("report.subject_cache", config.report.subject_cache),
@@ -630,21 +625,20 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
             raise UsageError(
                 f"{prefix}keys.operations: no operation '{name}'. There is: {', '.join(OPERATIONS)}"
             )
-    worlds, beyond = sharding.worlds, sharding.beyond
-    require(
-        f"{prefix}sharding.worlds must be in [1, {MAX_WORKERS}]",
-        worlds,
-        holds=all(1 <= world <= MAX_WORKERS for world in worlds),
-    )
-    require(
-        f"{prefix}sharding.beyond must be >= 1", beyond, holds=all(world >= 1 for world in beyond)
-    )
+    _check_counts(f"{prefix}sharding.worlds", sharding.worlds, 1, MAX_WORKERS)
+    _check_counts(f"{prefix}sharding.beyond", sharding.beyond)
     if not sharding.worlds or not sharding.scaling:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
-    require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)
-    for name in ("ranks", "row_factors", "dim_factors"):
-        sizes = getattr(tt, name)
-        require(f"{prefix}tt.{name} must be >= 1", sizes, holds=all(size >= 1 for size in sizes))
+    for name in ("tables", "ranks", "row_factors", "dim_factors"):
+        _check_counts(f"{prefix}tt.{name}", getattr(tt, name))
+
+
+def _check_counts(key: str, value: int | list[int], minimum: int = 1, maximum: int = 0) -> None:
+    """Raise UsageError for a number, or one of a list, out of range; `maximum` 0 is 63 bits."""
+    numbers = value if isinstance(value, list) else [value]
+    end, limit = (maximum + 1, f"{maximum}]") if maximum else (2**63, "2**63)")
+    is_held = all(minimum <= number < end for number in numbers)
+    require(f"{key} must be in [{minimum}, {limit}", value, holds=is_held)
 
 
 def _axes_without_effect(workload: WorkloadConfig) -> dict[str, str]:
@@ -675,12 +669,8 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     for axis in ("T", "E", "D", "B", "L"):
         # For a trace, 0 means the number in its file.
         minimum = 0 if is_trace and axis in ("T", "E") else 1
-        value = getattr(workload, axis)
-        rule = f"{prefix}workload.{axis} must be in [{minimum}, 2**63)"
-        require(rule, value, holds=minimum <= value < MAX_COUNT)
-    sizes = workload.sizes
-    is_held = all(1 <= rows < MAX_COUNT for rows in sizes)
-    require(f"{prefix}workload.sizes must be in [1, 2**63)", sizes, holds=is_held)
+        _check_counts(f"{prefix}workload.{axis}", getattr(workload, axis), minimum)
+    _check_counts(f"{prefix}workload.sizes", workload.sizes)
     if is_trace and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
     for name in () if is_trace else ("file", "format", "columns", "ids", "sha256"):
