@@ -28,7 +28,7 @@ from experiments.report.charts import (
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
-from experiments.report.tables import Table, Value, markdown_table
+from experiments.report.tables import Table, Value, markdown_table, varied_axes
 from experiments.results import metrics
 from experiments.workloads.distributions import describe_distribution
 
@@ -207,7 +207,7 @@ def section_table(run: Run, section: str) -> Table | None:
 
 def describe_point(run: Run, row: pd.Series) -> str:
     """Return a trace's values of the axes that differ between traces; its skew if none does."""
-    axes = [axis for axis in AXES if run.traces[axis].nunique() > 1] or ["s"]
+    axes = varied_axes(run.traces) or ["s"]
     axis_values = {
         axis: "uniform" if axis == "s" and row[axis] == 0 else f"{axis}={row[axis]:g}"
         for axis in axes

@@ -19,6 +19,7 @@ from experiments.report.tables import (
     Column,
     Table,
     TitledTable,
+    axis_columns,
     bytes_value,
     count_value,
     factor_value,
@@ -75,8 +76,10 @@ def _format_memory(row: pd.Series) -> str:
 def tables(run: Run) -> Sequence[TitledTable]:
     """Return one table with a row per hash table; [] without any."""
     rows = run.frame("growth")
+    columns_of_axes = axis_columns(rows)
     columns: dict[str, Column] = {
         "table": lambda row: str(row["label"]),
+        **columns_of_axes,
         "keys": lambda row: count_value(row["keys_there"]),
         "per call": lambda row: time_value(row["median_s"]),
         "99 %": lambda row: time_value(row["p99_s"]),
@@ -89,18 +92,20 @@ def tables(run: Run) -> Sequence[TitledTable]:
         "peak ÷ final": lambda row: factor_value(row["peak_over_kept"]),
         "processes": lambda row: count_value(row["processes"]),
     }
-    table = Table.of(rows, columns, num_label_columns=1)
+    table = Table.of(rows, columns, num_label_columns=1 + len(columns_of_axes))
     sections = run.sections()
     paragraph = f"{run.sizes(sections[0])}." if sections else ""
     return [TitledTable("Tables that grow", paragraph, table)] if table.rows else []
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return the figure of the time of every call, from the first process of each table."""
+    """Return the figure of the calls of the headline's tables, from the first process of each."""
     records = [
         record
         for record in run.records
-        if record["status"] == "ok" and not metrics.replicate_of(record)
+        if record["cell"] == run.headline_cell()
+        and record["status"] == "ok"
+        and not metrics.replicate_of(record)
     ]
     if not records:
         return []
@@ -116,7 +121,7 @@ def figures(run: Run) -> list[Figure]:
             "growth",
             "Time of each call while a table fills",
             "One process. A table that moves all its rows at once shows spikes. Lower is better.",
-            run.sizes(run.sections()[0]),
+            run.sizes(str(records[0]["section"])),
             [
                 Panel(
                     "Time per call",

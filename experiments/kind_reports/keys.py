@@ -5,7 +5,6 @@ A row is an operation of a hash table, over all processes. `kinds.keys.frame` li
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import pandas as pd
@@ -23,11 +22,13 @@ from experiments.report.tables import (
     Table,
     TitledTable,
     Value,
+    axis_columns,
     bytes_value,
     count_value,
     number_value,
     ratio_value,
     time_value,
+    varied_axes,
 )
 
 NOTES = (
@@ -49,7 +50,7 @@ def good_operations(run: Run) -> pd.DataFrame:
 
 def answer(run: Run) -> list[str]:
     """State the subject's find* rate at the headline, with ratios to others and ceilings."""
-    rows = select(good_operations(run), section=run.headline)
+    rows = select(good_operations(run), cell=run.headline_cell())
     subject_rows = select(rows, contender=run.subject.contender, phase=BASE_OPERATION)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
@@ -135,14 +136,14 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 def _table(run: Run, rows: pd.DataFrame) -> Table:
     """Return a line per row; axes whose values differ between rows have columns."""
-    varied_axes = [axis for axis in ("D", "E", "B", "s") if rows[axis].nunique() > 1]
+    columns_of_axes = axis_columns(rows)
 
     def is_base(row: pd.Series) -> bool:
         return bool(row["contender"] == run.subject.contender and row["phase"] == BASE_OPERATION)
 
     columns: dict[str, Column] = {
         "table": lambda row: str(row["label"]),
-        **{axis: functools.partial(_axis_value, axis) for axis in varied_axes},
+        **columns_of_axes,
         "operation": lambda row: str(row["operation"]),
         "time per call": lambda row: time_value(row["median_s"]),
         "M keys/s": lambda row: number_value(row["keys_per_s"] / 1e6),
@@ -154,11 +155,7 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "hits": lambda row: Value.of(row["hits"], lambda share: f"{100 * share:.0f} %"),
         "memory": lambda row: bytes_value(row["bytes"] or None),
     }
-    return Table.of(rows, columns, num_label_columns=1 + len(varied_axes))
-
-
-def _axis_value(axis: str, row: pd.Series) -> Value:
-    return Value.of(row[axis], lambda value: f"{value:g}")
+    return Table.of(rows, columns, num_label_columns=1 + len(columns_of_axes))
 
 
 def figures(run: Run) -> list[Figure]:
@@ -169,11 +166,10 @@ def figures(run: Run) -> list[Figure]:
     rows = good_operations(run)
     if not len(rows):
         return []
-    has_headline = (rows["section"] == run.headline).any()
-    section = run.headline if has_headline else str(rows["section"].iloc[0])
-    section_rows = select(rows, section=section)
-    height = 1.0 + BAR_HEIGHT * len(section_rows)
-    panel = Panel(run.title(section), _draw_bars(section_rows), 1.8 * WIDTH, height)
+    has_headline = (rows["cell"] == run.headline_cell()).any()
+    cell_rows = select(rows, cell=run.headline_cell() if has_headline else rows["cell"].iloc[0])
+    section, height = str(cell_rows["section"].iloc[0]), 1.0 + BAR_HEIGHT * len(cell_rows)
+    panel = Panel(run.title(section), _draw_bars(cell_rows), 1.8 * WIDTH, height)
     result = [
         Figure(
             "keys_per_second",
@@ -192,7 +188,7 @@ def figures(run: Run) -> list[Figure]:
         if len(operation_rows):
             panels.append(Panel(operation, _draw_by_load(operation_rows, legend=not panels)))
     if panels:
-        caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
+        caption = f"{run.subject.label}, a curve per workload. Higher is better."
         result.append(Figure("load", "Keys per second against the load", caption, "", panels))
     return result
 
@@ -217,18 +213,18 @@ def _draw_bars(rows: pd.DataFrame) -> Drawing:
 
 
 def _draw_by_load(rows: pd.DataFrame, *, legend: bool) -> Drawing:
-    """Draw the keys per second against the load, a curve per dimension."""
-    lines = []
-    for dim_index, (dim, group) in enumerate(rows.sort_values("load").groupby("D")):
-        opacity = 0.35 + 0.6 * (dim_index + 1) / rows["D"].nunique()
+    """Draw the keys per second against the load, a curve per cell."""
+    lines, axes = [], varied_axes(rows) or ["D"]
+    for index, (_, group) in enumerate(rows.sort_values(["D", "load"]).groupby("cell", sort=False)):
+        opacity = 0.35 + 0.6 * (index + 1) / rows["cell"].nunique()
         lines.append(
             contender_curve(
                 str(group["contender"].iloc[0]),
                 group["load"],
                 group["keys_per_s"] / 1e6,
-                marker=marker_of(f"{dim}"),
+                marker=marker_of(text.point(group.iloc[0], axes)),
                 opacity=opacity,
-                label=f"D={dim}",
+                label=text.point(group.iloc[0], axes),
             )
         )
     x_scale, y_scale = Scale("keys ÷ slots"), Scale("million keys per second", low=0)

@@ -28,6 +28,7 @@ from experiments.report.tables import (
     number_value,
     ratio_value,
     time_value,
+    varied_axes,
 )
 from experiments.timing.latencies import CLOSED
 
@@ -101,6 +102,7 @@ def _memory_sentence(run: Run) -> list[str]:
         rows = select(starts, arm=arm)
         if len(rows):
             first = rows.iloc[0]
+            rows = select(rows, bytes=first["bytes"])  # of the base point
             times = text.listed(
                 [
                     f"{text.seconds(row['median_s'])} from {row['pages']}"
@@ -120,7 +122,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
         cell_rows = rows[rows["cell"] == cell]
         lines = list(_lines(cell_rows))
         loads = sorted({load for line in lines for load in line["p99"]})
-        title = f"Requests of {text.count(cell_rows['B'].iloc[0], 'sample')}"
+        title = f"Requests of {_describe_request(rows, cell_rows)}"
         table = _latency_table(run, lines, loads)
         titled_tables.append(TitledTable(title, "Latencies and rates of requests.", table))
     starts = run.frame("cold_starts")
@@ -136,6 +138,14 @@ def tables(run: Run) -> Sequence[TitledTable]:
         table = Table.of(starts, columns)
         titled_tables.append(TitledTable("Memory and cold start", "", table))
     return titled_tables
+
+
+def _describe_request(rows: pd.DataFrame, cell_rows: pd.DataFrame) -> str:
+    """Return the samples per request of a cell, and what else differs from the cells in `rows`."""
+    first, other_axes = cell_rows.iloc[0], [axis for axis in varied_axes(rows) if axis != "B"]
+    return ", ".join(
+        filter(None, [text.count(first["B"], "sample"), text.point(first, other_axes)])
+    )
 
 
 def _lines(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -184,7 +194,7 @@ def figures(run: Run) -> list[Figure]:
         return []
     rows = rows[rows["clients"] == rows["clients"].max()]
     panels = []
-    for batch, batch_rows in rows.groupby("B", sort=True):
+    for _, cell_rows in rows.sort_values("B", kind="stable").groupby("cell", sort=False):
         lines = [
             contender_curve(
                 str(name),
@@ -193,12 +203,12 @@ def figures(run: Run) -> list[Figure]:
                 label=label_of(str(name)),
                 **STYLE_OF_FORMAT.get(str(name).rpartition("_")[2], {}),
             )
-            for name, group in batch_rows.groupby("contender", sort=False)
+            for name, group in cell_rows.groupby("contender", sort=False)
         ]
         x_scale = Scale("thousand samples answered per second", log=10)
         y_scale = Scale("p99, from arrival to answer", log=10, format_tick=text.seconds)
         drawing = curves(lines, x_scale, y_scale, name_position="below", columns=3)
-        title = f"{text.count(float(batch), 'sample')} per request"
+        title = f"{_describe_request(rows, cell_rows)} per request"
         panels.append(Panel(title, drawing, 1.3 * WIDTH, 1.2 * HEIGHT))
     clients = text.count(rows["clients"].max(), "client")
     loads = text.listed([text.percent(load, 2) for load in sorted(rows["load"].unique())])

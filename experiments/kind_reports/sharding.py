@@ -28,6 +28,7 @@ from experiments.report.tables import (
     Table,
     TitledTable,
     Value,
+    axis_columns,
     bytes_value,
     count_value,
     factor_value,
@@ -276,6 +277,7 @@ def _prediction_table(rows: pd.DataFrame) -> Table:
         rows,
         {
             "contender": lambda row: str(row["label"]),
+            **axis_columns(rows),
             "batch per rank": lambda row: count_value(row["batch"]),
             "ranks": lambda row: count_value(row["world_size"]),
             "scaling": lambda row: str(row["scaling"]),

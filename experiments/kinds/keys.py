@@ -31,7 +31,9 @@ class Keys(base.Kind):
     measurement = base.Measurement(
         "experiments.measure.keys:keys_cell", ignores=("keys.first", *base.UPDATE_RULE)
     )
-    reporting = base.Reporting("experiments.kind_reports.keys")
+    reporting = base.Reporting(
+        "experiments.kind_reports.keys", comparability=base.Comparability.PROCESSES
+    )
 
     def progress(self, records: Sequence[Record]) -> str:
         return " · ".join(_rate_text(record) for record in records)
@@ -57,7 +59,9 @@ class Growth(Keys):
             *base.AMOUNT,  # only a filled table ends it
         ),
     )
-    reporting = base.Reporting("experiments.kind_reports.growth")
+    reporting = base.Reporting(  # nothing is warmed up, and there are no rounds
+        "experiments.kind_reports.growth", comparability=base.Comparability.MACHINES
+    )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return growth.csv: a row per table."""

@@ -154,12 +154,13 @@ def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
     """Return cold_starts.csv: per arm and `pages` the seconds from opening a file to an answer.
 
     `pages` is "memory" or "disk", see `measure.serving.cold_start`. `bytes` is the size of the
-    tables, `file_bytes` the size of the file. The samples of an arm are from all cells and
-    processes, which differ only in the batch of the first answer.
+    tables, `file_bytes` the size of the file. A row's samples are from all processes and cells with
+    tables of that size, which differ only in the batch of the first answer.
     """
-    groups: dict[str, list[Record]] = {}
+    groups: dict[tuple[str, int], list[Record]] = {}
     for (_, arm), group in _group_by_arm(records).items():
-        groups.setdefault(arm, []).extend(metrics.usable_records(group))
+        for record in metrics.usable_records(group):
+            groups.setdefault((arm, record["weights_bytes"]), []).append(record)
     rows = []
     for group in groups.values():
         for pages in ("memory", "disk"):

@@ -140,10 +140,8 @@ def sweep_point(run: Run, row: pd.Series) -> str:
     The run's `table` must have rows of the sweep.
     """
     base_point = run.results_of(SWEEP).iloc[0]
-    changed_axes = [
-        f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base_point[axis]
-    ]
-    return ", ".join(changed_axes) or "base point"
+    changed_axes = [axis for axis in AXES if row[axis] != base_point[axis]]
+    return text.point(row, changed_axes) or "base point"
 
 
 def tiles(run: Run) -> list[Tile]:

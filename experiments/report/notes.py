@@ -81,12 +81,13 @@ VERDICTS_NOTE = (
 
 
 def how_to_read(run: Run) -> list[str]:
-    """Return the notes that apply to this run; [] for kinds that do not compare by rounds."""
+    """Return the notes that apply to this run; of packages only if its kind has no rounds."""
     if run.kind.reporting.comparability < Comparability.ROUNDS:
-        return []
+        return _package_notes(run)
     notes = [HOW_TO_READ[0], *(MODE_NOTES[mode] for mode in run.modes if mode in MODE_NOTES)]
     has_intervals = max(run.processes_per_cell().values(), default=0) > 1
-    notes += [PROCESSES_NOTE, VERDICTS_NOTE] if has_intervals else [ONE_PROCESS_NOTE]
+    notes += [PROCESSES_NOTE] if has_intervals else [ONE_PROCESS_NOTE]
+    notes += [VERDICTS_NOTE] if has_intervals and len(run.table) else []
     notes += HOW_TO_READ[1:]
     distributions = {record["params"].get("distribution") for record in run.records}
     notes += [SYNTHETIC_NOTE] if distributions & {"uniform", "zipf"} else []
@@ -99,13 +100,13 @@ def how_to_read(run: Run) -> list[str]:
         else []
     )
     notes += [HOST_NOTE] if any(record.get("wall_samples") for record in run.records) else []
-    packages = sorted(
-        {pair for record in run.records for pair in record.get("packages", {}).items()}
-    )
-    if packages:
-        versions = ", ".join(f"{package} {version}" for package, version in packages)
-        notes.append(f"Contenders from other packages are those of {versions}.")
-    return notes
+    return notes + _package_notes(run)
+
+
+def _package_notes(run: Run) -> list[str]:
+    packages = {pair for record in run.records for pair in record.get("packages", {}).items()}
+    versions = ", ".join(f"{package} {version}" for package, version in sorted(packages))
+    return [f"Contenders from other packages are those of {versions}."] if versions else []
 
 
 def notices(run: Run) -> list[str]:

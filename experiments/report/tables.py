@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from experiments.config.schema import AXES
 from experiments.report import text
 
 
@@ -43,6 +44,20 @@ factor_value = partial(Value.of, format_value=text.times)
 def percent_value(share: float | None) -> Value:
     """Return an entry for a share of 1 in percent; it sorts by the percentage."""
     return Value.of(None if share is None else 100 * share, lambda value: f"{text.digits(value)} %")
+
+
+def varied_axes(rows: pd.DataFrame) -> list[str]:
+    """Return the axes, of those that are columns, whose values differ between the rows."""
+    return [axis for axis in AXES if axis in rows and rows[axis].nunique() > 1]
+
+
+def axis_columns(rows: pd.DataFrame) -> dict[str, Column]:
+    """Return a column per axis whose values differ between the rows."""
+
+    def axis_value(axis: str, row: Mapping[Any, Any]) -> Value:
+        return Value.of(row[axis], text.number)
+
+    return {axis: partial(axis_value, axis) for axis in varied_axes(rows)}
 
 
 def ratio_value(row: Mapping[str, Any], *, is_baseline: bool = False) -> Value:

@@ -115,6 +115,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
 
 
+def point(row: Mapping[Any, Any], axes: Iterable[str]) -> str:
+    """Return the values of a row on some axes, e.g. "E=1,000,000, D=64"."""
+    return ", ".join(f"{axis}={number(row[axis])}" for axis in axes)
+
+
 def capitalise(words: str) -> str:
     """Return words with a capital first letter; the other letters stay as they are."""
     return words[:1].upper() + words[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from experiments.kind_reports import growth as growth_report
 from experiments.kind_reports import keys as keys_report
 from experiments.kinds import expand, keys
 from experiments.report import Run, text
+from experiments.report.notes import how_to_read
 
 
 def record(arm: str, samples: Mapping[str, list[list[float]]], **more: Any) -> dict[str, Any]:
@@ -104,6 +106,17 @@ def test_the_report_of_growth_names_the_pause(smoke_runs: Mapping[str, Path]) ->
     first = growth_report.answer(run)[0]
     assert text.seconds(rows.loc["scored_growing", "longest_s"]) in first
     assert (run.path / "growth.csv").exists()
+    assert not any("warming up" in note for note in how_to_read(run))  # nothing is warmed up
+
+
+def test_tables_of_a_sweep_have_their_axes(smoke_runs: Mapping[str, Path]) -> None:
+    run = Run.read(smoke_runs["growth_latency"])
+    others = [{**r, "cell": "D=3", "params": {**r["params"], "D": 3}} for r in run.records]
+    frame = keys.growth_frame([*run.records, *others])
+    swept = dataclasses.replace(run, records=[*run.records, *others], frames={"growth": frame})
+    (titled_table,) = growth_report.tables(swept)
+    assert titled_table.table.headings[:3] == ["table", "D", "keys"]
+    assert "3" in {line[1].text for line in titled_table.table.rows}
 
 
 @pytest.mark.parametrize(

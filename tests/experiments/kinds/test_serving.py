@@ -258,6 +258,8 @@ def test_numbers_of_literal_records() -> None:
     starts = cold_starts([*records, failed])
     assert list(starts["pages"]) == ["memory", "disk"] * 2
     assert list(starts["median_s"]) == [0.25, 0.75] * 2
+    larger = records[0] | {"cell": "D=64", "weights_bytes": 10**9}
+    assert len(cold_starts([*records, larger])) == 6  # tables of another size are other tables
 
 
 def test_a_smoke_run_tells_latency_memory_and_cold_start(smoke_runs: Mapping[str, Path]) -> None:
