@@ -268,8 +268,8 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
     )
     if Content.OBJECTS in (sent, expected):
         message += (
-            ". All ranks must make a checkpoint, and call state_dict() of a model with hash tables "
-            "and the methods of their handles, together"
+            ". All ranks must make a checkpoint, and call state_dict() of a model with hash "
+            "tables, the methods of their handles and full_tensor() of a sharded table, together"
         )
     elif Content.GRADIENTS in (sent, expected):
         missing_rank = peer if expected is Content.GRADIENTS else rank

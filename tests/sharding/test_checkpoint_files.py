@@ -392,6 +392,8 @@ def export(ranks: RankGroup, path: Path) -> Tensor | None:
     everywhere = state["a"]["t"].full_tensor()
     assert torch.equal(everywhere, whole)
     assert state["a"]["t"].full_tensor(rank=1).numel() == (24 if ranks.rank == 1 else 0)
+    with pytest.raises(ValueError, match=r"the same on all ranks, got \[0, 1\]"):
+        state["a"]["t"].full_tensor(ranks.rank)
     return everywhere if path.exists() else None
 
 

@@ -318,9 +318,12 @@ def state_of_one_rank(ranks: RankGroup, use: str) -> str:
     """The error where rank 0 alone asks for the state, or a size, and the others go on."""
     ranks = RankGroup(subgroup(ranks))  # the test may leave it unfit
     model = DistributedModelParallel(source(), ranks, plan={"": PLAN})
+    country = model.state_dict()["embedding_bags.country.weight"]
     try:
         if ranks.rank > 0:
             model(batch(ranks.rank, 0))
+        elif use == "full tensor":
+            country.full_tensor()
         elif use == "state dict":
             model.state_dict()
         elif use == "checkpoint":
@@ -333,7 +336,7 @@ def state_of_one_rank(ranks: RankGroup, use: str) -> str:
 
 
 @pytest.mark.skipif(worlds.ON_GPUS, reason="ranks on GPUs compare no headers")
-@pytest.mark.parametrize("use", ["state dict", "checkpoint", "size"])
+@pytest.mark.parametrize("use", ["state dict", "full tensor", "checkpoint", "size"])
 def test_a_state_of_one_rank_alone_raises_on_all(use: str) -> None:
     """As in `if rank == 0: torch.save(model.state_dict(), ...)`."""
     for message in worlds.run(2, state_of_one_rank, use):

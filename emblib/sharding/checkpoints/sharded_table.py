@@ -129,7 +129,7 @@ class ShardedTable(Tensor):
         If `rank` is given, the other ranks get an empty tensor.
 
         Raises:
-            ValueError: `rank` is not one of the ranks.
+            ValueError, RuntimeError: see `gather_full_tensor`.
         """
         return gather_full_tensor(self, rank)
 
@@ -325,9 +325,13 @@ def gather_full_tensor(table: ShardedTable, rank: int | None = None) -> Tensor:
     by one, so only ranks that get the full tensor allocate memory of its size.
 
     Raises:
-        ValueError: `rank` is neither None nor one of the ranks.
+        ValueError: `rank` is neither None nor one of the ranks, or differs between ranks.
+        RuntimeError: another rank exchanges a batch instead; not detected on a GPU.
     """
     ranks = table.ranks
+    targets = ranks.gather_objects(rank)
+    if any(target != rank for target in targets):
+        raise ValueError(f"rank must be the same on all ranks, got {targets}")
     if rank is not None and not 0 <= rank < ranks.size:
         raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, or None for all, got {rank}")
     target_rank = 0 if rank is None else rank
