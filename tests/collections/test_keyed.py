@@ -109,6 +109,28 @@ def _wrapped(kind: str) -> KeyedOptimizer:
     return made
 
 
+@pytest.mark.parametrize("is_combined", [False, True])
+def test_parameters_that_were_saved_without_a_state_lose_theirs(*, is_combined: bool) -> None:
+    """As in torch: training that starts again from its first state has no old moments."""
+    model = nn.Linear(2, 1)
+    optimizer: Any = KeyedOptimizerWrapper(
+        dict(model.named_parameters()), partial(torch.optim.Adam, lr=0.1)
+    )
+    if is_combined:
+        optimizer = CombinedOptimizer([("a", optimizer)])
+    weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    rounds = []
+    for _ in range(2):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+        rounds.append(model.weight.tolist())
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+    assert rounds[0] == rounds[1]
+
+
 @pytest.mark.parametrize("kind", ["wrapper", "clipping", "warm-up", "combined", "fused"])
 def test_hooks_of_state_dicts_are_called_once_as_in_torch(kind: str) -> None:
     optimizer = _wrapped(kind)

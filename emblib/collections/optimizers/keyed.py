@@ -136,8 +136,9 @@ class KeyedOptimizer(TorchOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same parameters and groups: all of it, or nothing.
 
-        A state dict without `param_groups` leaves the groups unchanged. The load hooks of torch are
-        called: pre-hooks with a shallow copy of the state dict, post-hooks after all is loaded.
+        Parameters without a state in it lose theirs, as in torch. A state dict without
+        `param_groups` leaves the groups unchanged. The load hooks of torch are called: pre-hooks
+        with a shallow copy of the state dict, post-hooks after all is loaded.
 
         Raises:
             KeyError: the state dict has other parameters, or other groups of them.
@@ -153,6 +154,9 @@ class KeyedOptimizer(TorchOptimizer):
     def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         """Check a state dict, then load it; hooks have changed it already."""
         state_dict = self.check_state_dict(state_dict)
+        for name, parameter in self.params.items():
+            if name not in state_dict["state"]:  # as in torch: it had no state when it was saved
+                self.state.pop(parameter, None)
         self.load_keyed_state(state_dict["state"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             entries = without_params(saved_group)
