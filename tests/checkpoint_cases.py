@@ -1,6 +1,5 @@
 """A module of tables to save and load: three placements of the same tables, and how they train."""
 
-import io
 from typing import Any
 
 import torch
@@ -73,13 +72,6 @@ def assert_goes_on(a: nn.Module, b: nn.Module) -> None:
     train(a, 3, 4, 5)
     train(b, 3, 4, 5)
     assert_same(a, b)
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 class Model(nn.Module):

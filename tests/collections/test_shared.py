@@ -1,7 +1,6 @@
 """Shared tables against plain PyTorch: one parameter in several lookups, one step per backward."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import emblib
 from emblib import Placement, Pooling, optim
 from emblib.collections.optimizers import FusedOptimizer, apply_optimizer_in_backward
 from emblib.jagged import KeyedJaggedTensor
+from tests.saved import saved_and_loaded
 
 ROWS, DIM, BATCH = 23, 5, 4
 FEATURES = ("sums", "more", "own", "means", "scaled", "history", "late")
@@ -326,10 +326,7 @@ def _via_pickle(model: Model) -> Model:
 
 
 def _via_save(model: Model) -> Model:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: Model = torch.load(file, weights_only=False)
+    loaded: Model = saved_and_loaded(model, weights_only=False)
     return loaded
 
 

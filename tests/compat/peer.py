@@ -1,6 +1,7 @@
 """FBGEMM and TorchRec, where they are installed and load with this torch."""
 
 import importlib
+import sys
 import types
 import warnings
 from functools import cache
@@ -52,3 +53,10 @@ def fbgemm() -> types.SimpleNamespace:
     if isinstance(found, str):
         pytest.skip(found)
     return found
+
+
+def hide_modules(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Python import a package and its modules again, until the test ends."""
+    for name in list(sys.modules):
+        if name == package or name.startswith(f"{package}."):
+            monkeypatch.delitem(sys.modules, name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import emblib.compat.torchrec as ours
-from tests.compat.peer import peer_module
+from tests.compat.peer import hide_modules, peer_module
 
 FILES = {
     "__init__.py": "raise AssertionError('the tree is the package')",
@@ -43,9 +43,7 @@ FILES = {
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A small package in place of TorchRec."""
-    for name in list(sys.modules):
-        if name == "torchrec" or name.startswith("torchrec."):
-            monkeypatch.delitem(sys.modules, name)
+    hide_modules("torchrec", monkeypatch)
     for path, text in FILES.items():
         file = tmp_path / "torchrec" / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -117,9 +115,7 @@ def test_a_file_that_does_not_run_over_the_tree_names_the_other_way() -> None:
 
 def test_a_fallback_needs_an_installed_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
-    for name in list(sys.modules):
-        if name == "torchrec" or name.startswith("torchrec."):
-            monkeypatch.delitem(sys.modules, name)
+    hide_modules("torchrec", monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="pip install torchrec, or leave fallback out"):
         ours.install(fallback=True)
     assert "torchrec" not in sys.modules

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 import emblib.compat.torchrec as torchrec
 from emblib.sharding import RankGroup
-from tests.compat.peer import peer_module
+from tests.compat.peer import hide_modules, peer_module
 from tests.sharding import worlds
 
 DIM = 8
@@ -23,9 +22,7 @@ DIM = 8
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that imports `torchrec.models.NAME` over emblib's names."""
     peer_module("torchrec")
-    for name in list(sys.modules):
-        if name == "torchrec" or name.startswith("torchrec."):
-            monkeypatch.delitem(sys.modules, name)
+    hide_modules("torchrec", monkeypatch)
     with torchrec.install(fallback=True):
         yield lambda name: importlib.import_module(f"torchrec.models.{name}")
 

@@ -14,6 +14,7 @@ import torch
 
 import emblib.compat.torchrec as ours
 from emblib.compat.torchrec_names import MODULES
+from tests.compat.peer import hide_modules
 
 OWN = "emblib.compat.torchrec"
 
@@ -21,9 +22,7 @@ OWN = "emblib.compat.torchrec"
 @pytest.fixture(autouse=True)
 def _without_the_real_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hide the real torchrec, which other tests of this process may have imported."""
-    for name in list(sys.modules):
-        if name == "torchrec" or name.startswith("torchrec."):
-            monkeypatch.delitem(sys.modules, name)
+    hide_modules("torchrec", monkeypatch)
     yield
     ours.uninstall()
 

@@ -8,7 +8,6 @@ AssertionError is a silent wrong result.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 
 from tests.contracts.subjects import IDS, Subject
+from tests.saved import saved_and_loaded
 
 Operation = Callable[[Subject], None]
 OPERATIONS: dict[str, dict[str, Operation]] = {}
@@ -294,19 +294,13 @@ def _pickle(s: Subject) -> Any:
 
 @independent("`torch.save` and `torch.load` of the module")
 def _save(s: Subject) -> Any:
-    file = io.BytesIO()
-    torch.save(s.module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return saved_and_loaded(s.module, weights_only=False)
 
 
 @keeps("state dict through `torch.save` and `torch.load(weights_only=True)`")
 def _state_file(s: Subject) -> Any:
-    file = io.BytesIO()
-    torch.save({k: v for k, v in s.module.state_dict().items()}, file)
-    file.seek(0)
     other = s.other()
-    other.module.load_state_dict(torch.load(file, weights_only=True))
+    other.module.load_state_dict(saved_and_loaded(dict(s.module.state_dict()), weights_only=True))
     return other.module
 
 

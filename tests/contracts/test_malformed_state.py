@@ -223,8 +223,7 @@ def test_names_of_no_entry_are_unexpected(name: str) -> None:
     assert not result.missing_keys
     assert sorted(result.unexpected_keys) == sorted(bogus)
     states = state_of(loaded), state_of(expected)
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", KINDS_HERE)

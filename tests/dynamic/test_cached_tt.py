@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 
 import pytest
@@ -15,6 +14,7 @@ from emblib import optim
 from emblib.columns import Hyper
 from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache
 from emblib.specs import Pooling, TTSpec
+from tests.saved import saved_and_loaded
 
 TABLES = (TTSpec(300, 12, (4, 4)), TTSpec(70, 8, (3,), ids="permuted", seed=5))
 
@@ -214,10 +214,7 @@ def test_stored_rows_are_in_checkpoints_and_copies(how: str) -> None:
     elif how == "copy":
         other = copy.deepcopy(bags)
     else:
-        file = io.BytesIO()
-        torch.save(bags, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = saved_and_loaded(bags, weights_only=False)
     for one in (bags, other):
         train(one, 2, 10)
         one.populate()
@@ -536,9 +533,7 @@ def reads_rows_always(bags: CachedTTEmbeddingBags, patch: pytest.MonkeyPatch) ->
 
 def assert_equal_modules(one: CachedTTEmbeddingBags, other: CachedTTEmbeddingBags) -> None:
     states = [bags.state_dict() for bags in (one, other)]
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[0].items():
-        assert torch.equal(value, states[1][key]), key
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("eviction", list(RowEviction))

@@ -1,7 +1,6 @@
 """Modules of dynamic tables are copied, moved, compiled and grown, and go on as they were."""
 
 import copy
-import io
 import pickle
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, optim
 from emblib.dynamic.saving import snapshots
+from tests.saved import saved_and_loaded
 
 SGD = optim.SGD(0.01)
 
@@ -68,10 +68,7 @@ def test_copies_go_on_alike(device: torch.device, how: str) -> None:
     elif how == "pickle":
         other = pickle.loads(pickle.dumps(table))
     elif how == "save":
-        buffer = io.BytesIO()
-        torch.save(table, buffer)
-        buffer.seek(0)
-        other = torch.load(buffer, weights_only=False)
+        other = saved_and_loaded(table, weights_only=False)
     elif how == "snapshot":
         other = DynamicEmbeddingBags(table.tables, table.optimizer, device=device)
         snapshots.restore(other, snapshots.take(table))

@@ -1,7 +1,6 @@
 """HashTable: one bucket of it against a dict, larger ones against what must hold of any."""
 
 import copy
-import io
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.init import Constant
 from emblib.ops.hash import EVICTING, HIT, NEW, REFUSED
 from emblib.specs import DynamicSpec, Eviction, InsertPolicy
+from tests.saved import saved_and_loaded
 
 DIM = 3
 EDGES = [-4, -3, -2, -1, 0, 1, 2, 3, 4, 2**63 - 1, -(2**63)]
@@ -280,11 +280,8 @@ def test_rows_that_do_not_load_change_nothing(column: str, values: list) -> None
 def test_saved_and_copied() -> None:
     table = HashTable(DynamicSpec(320, DIM, eviction="lfu"))
     table.insert_or_assign(torch.randint(0, 999, (500,)), torch.randn(500, DIM))
-    file = io.BytesIO()
-    torch.save(table.state_dict(), file)
-    file.seek(0)
     other = HashTable(DynamicSpec(3200, DIM, eviction="lfu"))
-    other.load_state_dict(torch.load(file))
+    other.load_state_dict(saved_and_loaded(table.state_dict()))
     twin = copy.deepcopy(table)
     assert contents(other) == contents(table) == contents(twin)
     assert other.index.tick == twin.index.tick == table.index.tick

@@ -65,6 +65,7 @@ class Trained:
         self.keeps_keys = store != "none"
         self.rows: dict[int, float] = {}
         self._batches = itertools.count()
+        self.keys = torch.empty(0)  # of the last step
 
     def batch(self) -> torch.Tensor:
         """Return the keys of another batch, which are distinct."""
@@ -73,7 +74,7 @@ class Trained:
 
     def step(self, keys: torch.Tensor | None = None) -> None:
         """Train a batch."""
-        keys = self.batch() if keys is None else keys
+        self.keys = keys = self.batch() if keys is None else keys
         self.module(keys, torch.arange(keys.numel() + 1)).sum().backward()
 
     def read(self, keys: torch.Tensor) -> torch.Tensor:
@@ -115,9 +116,8 @@ class Trained:
     def warm_up(self) -> None:
         """Fill the tiers."""
         for _ in range(6):
-            keys = self.batch()
-            self.step(keys)
-            self.check(keys)
+            self.step()
+            self.check(self.keys)
 
 
 @pytest.fixture(params=(*STORES, "host" + BEHIND, "disk" + BEHIND))
@@ -149,15 +149,8 @@ def interrupted(
     [(KeyboardInterrupt, 1, nightly.number(7, 3)), (MemoryError, 2, 17)],
 )
 def test_steps(trained: Trained, exception: type[BaseException], first: int, stride: int) -> None:
-    keys = torch.empty(0)
-
-    def step() -> None:
-        nonlocal keys
-        keys = trained.batch()
-        trained.step(keys)
-
-    for _ in interrupted(step, first, stride, exception):
-        trained.check(keys)
+    for _ in interrupted(trained.step, first, stride, exception):
+        trained.check(trained.keys)
 
 
 def test_other_calls(trained: Trained) -> None:
@@ -181,19 +174,12 @@ def test_other_calls(trained: Trained) -> None:
     ):
         for _ in interrupted(call, 1, nightly.number(17, 7)):
             trained.check()
-            keys = trained.batch()
-            trained.step(keys)
-            trained.check(keys)
+            trained.step()
+            trained.check(trained.keys)
 
 
 def test_interrupted_completion(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second exception ends the completion of the first call; the next call makes it."""
-    keys = torch.empty(0)
-
-    def step() -> None:
-        nonlocal keys
-        keys = trained.batch()
-        trained.step(keys)
 
     def interrupted_again(self: CompletingLock, depth: int) -> None:
         raise KeyboardInterrupt
@@ -203,9 +189,8 @@ def test_interrupted_completion(trained: Trained, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(CompletingLock, "_finish", interrupted_again)
             with interrupt_at_line(next(lines)) as interrupt:
-                step()
-        keys = keys.clone()
-        trained.check(keys)
+                trained.step()
+        trained.check(trained.keys)
         if interrupt.where is None:
             return
 
@@ -224,17 +209,10 @@ def test_interrupted_completion(trained: Trained, monkeypatch: pytest.MonkeyPatc
 def test_scores_expiry_and_admission(store: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """Counts of keys go on as in tables whose steps were not interrupted."""
     tables, other = Trained(store, tmp_path, **fields), Trained(store, tmp_path, **fields)
-    keys = torch.empty(0)
-
-    def step() -> None:
-        nonlocal keys
-        keys = tables.batch()
-        tables.step(keys)
-
-    for _ in interrupted(step, 1, 11):
+    for _ in interrupted(tables.step, 1, 11):
         gc.collect()
         done, other_keys = tables.module.num_training_steps, other.batch()
-        assert torch.equal(keys, other_keys)
+        assert torch.equal(tables.keys, other_keys)
         if done > other.module.num_training_steps:  # inserted, whether or not it was updated
             other.step(other_keys)
         state, expected = tables.module.state_dict(), other.module.state_dict()
@@ -247,30 +225,16 @@ def test_growth_and_expiry(store: str, tmp_path: Path) -> None:
     """Keys that expire leave both tiers, and tables grow, in interrupted steps too."""
     tables = Trained(store, tmp_path, ttl=8, initial_capacity=None if store == "host" else 16)
     tables.keeps_keys = False
-    keys = torch.empty(0)
-
-    def step() -> None:
-        nonlocal keys
-        keys = tables.batch()
-        tables.step(keys)
-
-    for _ in interrupted(step, 1, 9):
-        tables.check(keys)
+    for _ in interrupted(tables.step, 1, 9):
+        tables.check(tables.keys)
 
 
 def test_rows_served_in_place(tmp_path: Path) -> None:
     """Rows that are trained in the store, since they rank below those with slots."""
     tables = Trained("host", tmp_path, mode=TierMode.HYBRID, eviction="lfu")
     tables.warm_up()
-    keys = torch.empty(0)
-
-    def step() -> None:
-        nonlocal keys
-        keys = tables.batch()
-        tables.step(keys)
-
-    for _ in interrupted(step, 1, 7):
-        tables.check(keys)
+    for _ in interrupted(tables.step, 1, 7):
+        tables.check(tables.keys)
     assert tables.module.tier_stats()["t"].served_in_place
 
 
@@ -279,17 +243,12 @@ def test_eviction_log(tmp_path: Path) -> None:
     tables = Trained("none", tmp_path)
     tables.module.track_evictions()
     follower = Trained("none", tmp_path)
-    tick, keys = 0, torch.empty(0)
-
-    def step() -> None:
-        nonlocal keys
-        keys = tables.batch()
-        tables.step(keys)
+    tick = 0
 
     def erase() -> None:
         tables.module.erase(0, tables.batch())
 
-    for call, stride in ((step, 13), (erase, 3)):
+    for call, stride in ((tables.step, 13), (erase, 3)):
         for _ in interrupted(call, 1, stride):
             changes = changes_since(tables.module, tick)
             apply_changes(follower.module, changes)

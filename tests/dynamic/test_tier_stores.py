@@ -253,6 +253,12 @@ def test_rows_that_the_store_cannot_take_stay_in_memory() -> None:
     assert all(line.dropped == 0 for line in pair.small.tier_stats().values())
 
 
+def bags_over(store: HostRows) -> DynamicEmbeddingBags:
+    return DynamicEmbeddingBags(
+        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
+    )
+
+
 class KeepingStore(HostRows):
     """Lets go of nothing while it is stuck."""
 
@@ -266,9 +272,7 @@ class KeepingStore(HostRows):
 
 def test_rows_that_the_store_does_not_let_go_of_are_in_one_tier() -> None:
     store = KeepingStore(4096)
-    module = DynamicEmbeddingBags(
-        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
-    )
+    module = bags_over(store)
     for step in range(4):
         module(*batch(step)).sum().backward()
     held = {t: set(table_entries(module, t).keys.tolist()) for t in range(2)}
@@ -306,9 +310,7 @@ class SlowStore(HostRows):
 
 def test_a_failed_prefetch_is_told_once_nothing_is_read_any_more() -> None:
     store = SlowStore(4096)
-    module = DynamicEmbeddingBags(
-        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
-    )
+    module = bags_over(store)
     for step in range(4):
         module(*batch(step)).sum().backward()
     module.backing.store.start_prefetch(0, torch.tensor([1]))
@@ -444,9 +446,7 @@ def test_an_older_row_in_the_store_expires_without_the_newer_unstored_one() -> N
 def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_stage, "MAX_PREFETCHED", 100)
     store = HostRows(4096)
-    module = DynamicEmbeddingBags(
-        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
-    )
+    module = bags_over(store)
     for step in range(20):
         module(*batch(step)).sum().backward()
     for step in range(20):

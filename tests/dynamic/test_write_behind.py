@@ -39,8 +39,7 @@ def train(module: DynamicEmbeddingBags, step: int) -> torch.Tensor:
 def assert_same(module: DynamicEmbeddingBags, other: DynamicEmbeddingBags) -> None:
     """All keys, stamps, scores, rows and states, and the counters of the tiers."""
     mine, theirs = module.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert module.tier_stats() == other.tier_stats()
 
 

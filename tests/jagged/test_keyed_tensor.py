@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from emblib import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from tests.jagged.cases import Features, held, made, same
+from tests.saved import saved_and_loaded
 
 
 def example() -> tuple[KeyedTensor, KeyedTensor]:
@@ -163,15 +164,12 @@ def test_trees_pickles_and_files(which: int) -> None:
     assert saved == structure
     path_leaves, _ = pytree.tree_flatten_with_path(node)
     assert same([leaf for _, leaf in path_leaves], leaves)
-    file = io.BytesIO()
-    torch.save(node, file)
-    file.seek(0)
     others = [
         pytree.tree_unflatten(leaves, saved),
         pytree.tree_map(torch.clone, node),
         pickle.loads(pickle.dumps(node)),
         copy.deepcopy(node),
-        torch.load(file),
+        saved_and_loaded(node),
     ]
     for other in others:
         assert type(other) is type(node)

@@ -165,9 +165,7 @@ def test_it_takes_the_state_dict_of_the_model() -> None:
     torch.manual_seed(8)
     state = Net().state_dict()
     values = assembled(worlds.run(2, _loaded, state))
-    assert values.keys() == state.keys()
-    for name, value in values.items():
-        assert torch.equal(value, state[name]), name
+    torch.testing.assert_close(values, state, rtol=0, atol=0)
 
 
 # First values

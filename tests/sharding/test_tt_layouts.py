@@ -76,9 +76,7 @@ def old(model: Any) -> dict[str, Any]:
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for key in one:
-        assert torch.equal(one[key], other[key]), key
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("make", "load"), WAYS)

@@ -37,11 +37,11 @@ def test_quantize_rows(format: int, dtype: torch.dtype, shape: tuple[int, int]) 
     assert bool((packed[-1] == 77).all()), "nothing is written behind the last row"
 
 
-@EACH_FORMAT
+@pytest.mark.parametrize("formats", [*FORMATS, *MIXED], ids=str)
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_lookup(case: Case, format: int) -> None:
+def test_lookup(case: Case, formats: int | list[int]) -> None:
     data = Data(case)
-    packed = pack(data, format)
+    packed, format = pack(data, formats), argument(formats)
     got = emulated_quant.quant_lookup(
         *packed,
         data.indices,
@@ -73,25 +73,6 @@ def test_row_numbers_beyond_32_bits(format: int) -> None:
     assert torch.equal(found, large)
     summed = quant.dequantize_rows(packed, dim, format)[indices].view(6, length, dim).sum(1)
     assert_close(found, summed, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("formats", MIXED, ids=str)
-@pytest.mark.parametrize("case", ALL, ids=str)
-def test_lookup_of_several_formats(case: Case, formats: list[int]) -> None:
-    data = Data(case)
-    packed, format = pack(data, formats), argument(formats)
-    got = emulated_quant.quant_lookup(
-        *packed,
-        data.indices,
-        data.repaired,
-        data.bag_layout,
-        data.sample_weights,
-        POOLING[case.pooling.value],
-        format,
-        data.columns,
-        case.output,
-    )
-    assert_close(got.double(), expected(data, packed, format), **tolerance(case))
 
 
 @pytest.mark.parametrize("kinds", KINDS_OF_INDEX, ids=len)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import re
 from dataclasses import replace
@@ -32,6 +31,7 @@ from emblib.sharding.planner import Planner, Topology
 from emblib.specs import Pooling, StochasticRounding
 from emblib.storage import TableSlice, TensorTrain
 from tests.optimizer_cases import CASES
+from tests.saved import saved_and_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, DIMS, RANKS, SEED = (300, 70), (12, 8), ((4, 4), (3,)), 5
@@ -132,6 +132,13 @@ def train(model: EmbeddingBagCollection, steps: range) -> None:
 def populate(model: Any) -> None:
     for own in model.handles().values():
         own.populate()
+
+
+def train_with_stored_rows(model: EmbeddingBagCollection) -> None:
+    """Train three batches, store rows in the caches, and train two batches with them."""
+    train(model, range(3))
+    populate(model)
+    train(model, range(3, 5))
 
 
 def dense(model: Any) -> list[Tensor]:
@@ -263,9 +270,7 @@ def test_vectors_of_a_sequence_collection() -> None:
 @pytest.mark.parametrize("eviction", ["project", "spill"])
 def test_features_may_differ_in_their_bags(eviction: str) -> None:
     model = collection(caches(eviction), is_weighted=False)
-    train(model, range(3))
-    populate(model)
-    train(model, range(3, 5))
+    train_with_stored_rows(model)
     lengths, ids = torch.tensor([2, 1, 3, 0, 1]), torch.tensor([3, 299, 9, 5, 1, 0, 7])
     inverse = (["f", "g", "h"], torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0]]))
     features = KeyedJaggedTensor(
@@ -463,9 +468,7 @@ def test_training_goes_on_as_if_it_was_not_interrupted(
 
 def test_optimizers_that_are_set_later_keep_cores_and_stored_rows() -> None:
     model = collection(caches(), optim.SGD(0.1))
-    train(model, range(3))
-    populate(model)
-    train(model, range(3, 5))
+    train_with_stored_rows(model)
     before, stored = dense(model), handle(model, "a").cached_ids()
     parameters = dict(model.named_parameters())
     other = copy.deepcopy(model)
@@ -525,9 +528,7 @@ def test_names_in_state_dicts() -> None:
 
 def test_another_number_of_stored_rows(tmp_path: Path) -> None:
     model = collection(caches("spill", (40, 30)), optim.Adagrad(0.1))
-    train(model, range(3))
-    populate(model)
-    train(model, range(3, 5))
+    train_with_stored_rows(model)
     for cache in (caches("drop", rows=(15, 7)), caches("project"), caches("spill", (200, 60))):
         other = collection(cache, optim.Adagrad(0.1))
         other.load_state_dict(model.state_dict())
@@ -548,8 +549,7 @@ def test_another_number_of_stored_rows(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has 12 stored rows of table 'a', here it has 11"):
         handle(less, "a").load_state_dict(handle(model, "a").state_dict())
     after = less.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
     handle(model, "a").empty_cache()
     less.load_state_dict(model.state_dict())
     expected = dense(model)
@@ -624,9 +624,7 @@ def test_a_collection_that_is_made_on_meta() -> None:
 
 def test_reset_parameters_empties_the_cache() -> None:
     model = collection(caches())
-    train(model, range(3))
-    populate(model)
-    train(model, range(3, 5))
+    train_with_stored_rows(model)
     seeds = {"a": 1, "b": 2}
     model.reset_parameters(seeds)
     plain = collection(None)
@@ -696,10 +694,7 @@ def test_modules_go_through_files() -> None:
     model = collection(caches("spill"))
     train(model, range(3))
     populate(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    expect_equal(model, torch.load(file, weights_only=False))
+    expect_equal(model, saved_and_loaded(model, weights_only=False))
 
 
 def test_the_examples_of_the_documentation() -> None:

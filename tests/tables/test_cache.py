@@ -1,7 +1,6 @@
 """RowCache as a module: what is in flight, sizes, counters, copies. The ops have other tests."""
 
 import copy
-import io
 import math
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from emblib.specs import CacheConfig, CachePolicy, Placement, Precision, TableSp
 from emblib.tables.memory import lay_out
 from emblib.tables.row_cache import CacheStats, RowCache, number_of_sets
 from tests.cache_cases import group
+from tests.saved import saved_and_loaded
 
 TABLES = (
     TableSpec(40, 6, "first", Placement.MANAGED_CACHING),
@@ -240,10 +240,7 @@ def test_copies_are_independent_and_nothing_is_in_flight_there() -> None:
     cache = make()
     enter(cache)
     fetch(cache, groups_of(FIRST + torch.arange(32)))
-    buffer = io.BytesIO()
-    torch.save(cache, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(cache), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(cache), saved_and_loaded(cache, weights_only=False)):
         assert torch.equal(other.tags, cache.tags)
         assert (bring_in(other, FIRST + torch.arange(32, 64))[:32] >= 0).all()
     assert (bring_in(cache, FIRST + torch.arange(32, 64))[:32] < 0).all()

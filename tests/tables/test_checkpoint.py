@@ -1,7 +1,6 @@
 """Modules of plain tables saved, loaded and copied: nothing lost, nothing half written."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -27,11 +26,11 @@ from tests.checkpoint_cases import (
     batch,
     make,
     snapshot,
-    through_a_file,
     train,
     trained,
 )
 from tests.optimizer_cases import CASES
+from tests.saved import saved_and_loaded
 from tests.tbe_cases import OPTIMIZERS
 
 
@@ -40,7 +39,7 @@ def test_training_goes_on_bit_for_bit(optimizer: str) -> None:
     module = trained(optimizer=CASES[optimizer])
     other = make(optimizer=CASES[optimizer])
     train(other, 7)
-    other.load_state_dict(through_a_file(module.state_dict()))
+    other.load_state_dict(saved_and_loaded(module.state_dict()))
     assert other.step == 3
     assert_goes_on(module, other)
 
@@ -52,7 +51,7 @@ def test_a_checkpoint_fits_any_placement(optimizer: str, start: str, end: str) -
     module = trained(PLACEMENTS[start], OPTIMIZERS[optimizer])
     other = make(PLACEMENTS[end], OPTIMIZERS[optimizer], cache=CacheConfig(CachePolicy.LFU, sets=1))
     train(other, 7)
-    other.load_state_dict(through_a_file(module.state_dict()))
+    other.load_state_dict(saved_and_loaded(module.state_dict()))
     assert_goes_on(module, other)
 
 
@@ -187,7 +186,7 @@ def test_a_larger_model_with_an_optimizer_of_torch(end: str) -> None:
     assert [len(group) for group in trainable] == [2, 2], "the tables train themselves"
     first, second = (torch.optim.Adam(group, 0.01) for group in trainable)
     fit(model, first, 0, 1, 2)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": first.state_dict()})
+    saved = saved_and_loaded({"model": model.state_dict(), "optimizer": first.state_dict()})
     assert "tables.user.exp_avg" in saved["model"]
     other.load_state_dict(saved["model"])
     second.load_state_dict(saved["optimizer"])
@@ -199,13 +198,10 @@ def test_a_larger_model_with_an_optimizer_of_torch(end: str) -> None:
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_copies_and_pickles_go_on(placements: str) -> None:
     module = trained(PLACEMENTS[placements])
-    whole = io.BytesIO()
-    torch.save(module, whole)
-    whole.seek(0)
     copies = [
         copy.deepcopy(module),
         pickle.loads(pickle.dumps(module)),
-        torch.load(whole, weights_only=False),
+        saved_and_loaded(module, weights_only=False),
         copy.deepcopy(nn.Sequential(module))[0],
     ]
     want = copy.deepcopy(module)
@@ -298,7 +294,7 @@ def test_an_external_optimizer_finds_its_weights() -> None:
     module, other = (make(optimizer=external) for _ in range(2))
     first, second = (torch.optim.Adam(m.parameters(), 0.1) for m in (module, other))
     fit_external(module, first, 0, 1)
-    saved = through_a_file({"model": module.state_dict(), "optimizer": first.state_dict()})
+    saved = saved_and_loaded({"model": module.state_dict(), "optimizer": first.state_dict()})
     other.load_state_dict(saved["model"])
     second.load_state_dict(saved["optimizer"])
     fit_external(module, first, 2, 3)

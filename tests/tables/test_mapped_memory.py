@@ -29,6 +29,7 @@ from emblib import (
 )
 from emblib.tables.mapped_memory import map_pinned
 from tests.conftest import CUDA
+from tests.saved import saved_and_loaded
 
 pytestmark = [
     pytest.mark.cuda,
@@ -92,10 +93,7 @@ def rows_on_cpu(placement: Placement, steps: int = 1) -> Tensor:
 
 
 def through_file(tensor: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    return torch.load(file, map_location="cpu")
+    return saved_and_loaded(tensor, map_location="cpu")
 
 
 def printed(tensor: Tensor) -> Tensor:

@@ -40,6 +40,13 @@ def fill(store: DiskStore) -> None:
     store.commit([0.1])
 
 
+def write_store(directory: Path) -> None:
+    """Write a filled store."""
+    store = open_store(directory)
+    fill(store)
+    store.close()
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 8
@@ -84,9 +91,7 @@ def test_a_flipped_bit_anywhere_is_refused(name: str, verify: Verify, tmp_path: 
 
 def test_a_number_that_changed_in_the_manifest_is_refused(tmp_path: Path) -> None:
     """It is JSON as before, and a learning rate of another module would not be noticed."""
-    store = open_store(tmp_path)
-    fill(store)
-    store.close()
+    write_store(tmp_path)
     path = tmp_path / "store.json"
     path.write_text(path.read_text().replace("0.1", "0.5"))
     with pytest.raises(RuntimeError, match=r"store\.json cannot be read.* match its checksum"):
@@ -94,9 +99,7 @@ def test_a_number_that_changed_in_the_manifest_is_refused(tmp_path: Path) -> Non
 
 
 def test_an_error_names_file_page_rows_and_ways_out(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    fill(store)
-    store.close()
+    write_store(tmp_path)
     flip(tmp_path / "weights.bin", 900 * 32 + 5)  # of the first row of b; its page begins in a
     for at in (0, 4096, 12000):
         flip(tmp_path / "state_sum.bin", min(at, 4819))
@@ -113,9 +116,7 @@ def test_an_error_names_file_page_rows_and_ways_out(tmp_path: Path) -> None:
 
 
 def test_by_touch_only_what_is_used_is_verified(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    fill(store)
-    store.close()
+    write_store(tmp_path)
     flip(tmp_path / "weights.bin", 300 * 32)
     store = open_store(tmp_path)
     train(store, [5, 600])
@@ -135,9 +136,7 @@ def test_by_touch_only_what_is_used_is_verified(tmp_path: Path) -> None:
 
 
 def test_a_row_of_several_pages(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    fill(store)
-    store.close()
+    write_store(tmp_path)
     begin = 1200 * 8 * 4
     for at in (begin, begin + 6000, begin + 11999):
         flip(tmp_path / "weights.bin", at)
@@ -167,9 +166,7 @@ def test_what_changed_gets_new_checksums_and_nothing_else_is_journaled(tmp_path:
 
 
 def test_off_takes_what_is_there_and_the_next_commit_makes_it_good(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    fill(store)
-    store.close()
+    write_store(tmp_path)
     flip(tmp_path / "weights.bin", 300 * 32)
     flip(tmp_path / "state_m.bin.crc", 3)
     (tmp_path / "state_sum.bin.crc").unlink()
@@ -304,9 +301,7 @@ def test_what_users_write_to_tables_is_in_the_next_checksums(tmp_path: Path) -> 
 
 def test_a_file_that_has_lost_pages_is_told_by_a_fetch(tmp_path: Path) -> None:
     """Reading them through the mapping would end the process."""
-    store = open_store(tmp_path)
-    fill(store)
-    store.close()
+    write_store(tmp_path)
     store = open_store(tmp_path, Verify.OFF)
     os.truncate(tmp_path / "weights.bin", 3 * 4096)
     assert not store.fetch(torch.tensor([], dtype=torch.int64))

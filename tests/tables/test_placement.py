@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import warnings
 from pathlib import Path
@@ -27,6 +26,7 @@ from emblib import (
     optim,
 )
 from emblib.tables.mapped_memory import map_pinned
+from tests.saved import saved_and_loaded
 from tests.tbe_cases import OPTIMIZERS
 
 ROWS, DIMS = (300, 500, 40, 200), (8, 5, 12, 16)
@@ -245,10 +245,7 @@ def test_state_dicts_fit_any_placement(tmp_path: Path) -> None:
     mixed = make(MIXED, optim.Adam(0.1), cache=CacheConfig(sets=2, directory=tmp_path))
     for seed in range(3):
         step(plain, seed)
-    buffer = io.BytesIO()
-    torch.save(plain.state_dict(), buffer)
-    buffer.seek(0)
-    assert mixed.load_state_dict(torch.load(buffer)).missing_keys == []
+    assert mixed.load_state_dict(saved_and_loaded(plain.state_dict())).missing_keys == []
     for seed in range(3, 6):
         step(plain, seed)
         step(mixed, seed)

@@ -1,7 +1,6 @@
 """Quantised tables as a module: from floats, in files, in graphs."""
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -22,6 +21,7 @@ from emblib import (
     TTSpec,
 )
 from tests.quant_cases import error_bound
+from tests.saved import saved_and_loaded
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 TABLES = [TableSpec(50, 12, "item"), TableSpec(7, 5)]
@@ -186,12 +186,9 @@ def test_state_dict(bits: int) -> None:
     assert not other(*BATCH).any(), "rows are zeros until they are filled"
     other.load_state_dict(state)
     assert torch.equal(other(*BATCH), want)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
     meta = QuantizedEmbeddingBags(TABLES, bits, device="meta").to_empty(device="cpu")
     meta.reset_parameters()
-    meta.load_state_dict(torch.load(file))
+    meta.load_state_dict(saved_and_loaded(state))
     for module in (meta, copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made.half()):
         assert torch.equal(module(*BATCH), want)
     with pytest.raises(RuntimeError, match="checkpoint is of another table"):

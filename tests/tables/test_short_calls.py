@@ -52,6 +52,13 @@ def _without_short_calls(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShortCalls, "can_serve", lambda *_: False)
 
 
+def _assert_same_bits(trained: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that `trained` returns the same tensors with and without short calls."""
+    short = trained()
+    _without_short_calls(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+
+
 def _tensors(module: TableBatchedEmbeddingBags) -> list[Tensor]:
     """All that a step changes, copied."""
     changed = (module.weights, *module._states(), module.hyperparams, module.bounds_violations)
@@ -122,9 +129,7 @@ def test_bits_of_a_large_batch(device: torch.device, monkeypatch: pytest.MonkeyP
         out.backward(torch.arange(out.numel(), device=device).view_as(out) / out.numel())
         return [out.detach(), *_tensors(module)]
 
-    short = trained()
-    _without_short_calls(monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+    _assert_same_bits(trained, monkeypatch)
 
 
 def _is_plain(optimizer: optim.Optimizer) -> bool:
@@ -441,9 +446,7 @@ def test_what_changes_between_calls_is_seen(number: int, monkeypatch: pytest.Mon
             outputs.append(out.detach())
         return [*outputs, *_tensors(changed), *_tensors(module)]
 
-    short = trained()
-    _without_short_calls(monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+    _assert_same_bits(trained, monkeypatch)
 
 
 def test_memory_that_a_module_left_is_given_back() -> None:
@@ -500,9 +503,7 @@ def test_in_a_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
         loss.backward()
         return [*_tensors(module), *(p.grad for p in head.parameters() if p.grad is not None)]
 
-    short = trained()
-    _without_short_calls(monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+    _assert_same_bits(trained, monkeypatch)
 
 
 def test_weights_that_a_parametrization_computes() -> None:
@@ -540,9 +541,7 @@ def test_scaled_gradients(
         assert module.step == (2 if gradient == 1.0 else 0)
         return [torch.tensor(scaler.get_scale()), *_tensors(module)]
 
-    short = trained()
-    _without_short_calls(monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+    _assert_same_bits(trained, monkeypatch)
 
 
 def test_a_step_without_lookups_counts(device: torch.device) -> None:

@@ -1,7 +1,6 @@
 """The TBE module: state, errors, bounds modes and what users do with a module."""
 
 import copy
-import io
 import math
 import pickle
 import warnings
@@ -27,6 +26,7 @@ from emblib import (
 from emblib.ops import autograd
 from emblib.reference import tbe
 from emblib.tables.batches import make_variable_layout
+from tests.saved import saved_and_loaded
 from tests.tbe_cases import OPTIMIZERS
 
 INDICES = torch.tensor([0, 2, 1, 4, 4])
@@ -71,10 +71,7 @@ def test_backward_updates_only_touched_rows(device: torch.device) -> None:
 def test_state_dict_round_trip_resumes_exactly(optimizer: str, device: torch.device) -> None:
     module, other = (small(OPTIMIZERS[optimizer], device=device) for _ in range(2))
     one_step(module)
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
+    other.load_state_dict(saved_and_loaded(module.state_dict(), weights_only=True))
     for copied in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert copied.step == 1
         expected = copy.deepcopy(module)
@@ -127,34 +124,29 @@ def test_bad_learning_rate_changes_nothing(lr: Any) -> None:
         optim.SGD(lr)
 
 
-def test_external_optimizer_equals_fused() -> None:
+@pytest.mark.parametrize(
+    ("fused_optimizer", "torch_optimizer", "tolerance"),
+    [
+        (optim.SGD(0.1), torch.optim.SGD, {}),
+        (optim.Adam(0.1), torch.optim.SparseAdam, {"rtol": 1e-4, "atol": 1e-6}),
+    ],
+    ids=("sgd", "adam"),
+)
+def test_external_optimizer_equals_fused(
+    fused_optimizer: optim.Optimizer, torch_optimizer: Any, tolerance: dict[str, float]
+) -> None:
     tables = [TableSpec(30, 4), TableSpec(5, 4)]
     torch.manual_seed(0)
     external = TableBatchedEmbeddingBags(tables, optim.External())
-    fused = TableBatchedEmbeddingBags(tables, optim.SGD(0.1))
+    fused = TableBatchedEmbeddingBags(tables, fused_optimizer)
     fused.weights.data.copy_(external.weights.detach().view(-1))
-    torch_sgd = torch.optim.SGD([external.weights], lr=0.1)
-    for _ in range(3):
-        torch_sgd.zero_grad()
-        one_step(external)
-        torch_sgd.step()
-        one_step(fused)
-    assert_close(external.weights.detach().view(-1), fused.weights.detach())
-
-
-def test_fused_adam_equals_sparse_adam() -> None:
-    tables = [TableSpec(30, 4), TableSpec(5, 4)]
-    torch.manual_seed(0)
-    external = TableBatchedEmbeddingBags(tables, optim.External())
-    fused = TableBatchedEmbeddingBags(tables, optim.Adam(0.1))
-    fused.weights.data.copy_(external.weights.detach().view(-1))
-    sparse_adam = torch.optim.SparseAdam([external.weights], lr=0.1)
+    optimizer = torch_optimizer([external.weights], lr=0.1)
     for _ in range(5):
-        sparse_adam.zero_grad()
+        optimizer.zero_grad()
         one_step(external)
-        sparse_adam.step()
+        optimizer.step()
         one_step(fused)
-    assert_close(external.weights.detach().view(-1), fused.weights.detach(), rtol=1e-4, atol=1e-6)
+    assert_close(external.weights.detach().view(-1), fused.weights.detach(), **tolerance)
 
 
 def test_fatal_raises_before_anything_is_written() -> None:

@@ -1,6 +1,5 @@
 """TTEmbeddingBag against the reference: pooling, optimizers, bounds, state."""
 
-import io
 import math
 import operator
 import warnings
@@ -17,6 +16,7 @@ from emblib.ops import autograd
 from emblib.reference import tt
 from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec
 from emblib.tables import TTEmbeddingBag
+from tests.saved import saved_and_loaded
 
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
 OPTIMIZERS = [
@@ -289,11 +289,8 @@ def test_state_dict_round_trip_continues_bit_for_bit(optimizer: optim.Optimizer)
 
     first = TTEmbeddingBag(SPEC, optimizer)
     train(first)
-    buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
-    buffer.seek(0)
     second = TTEmbeddingBag(SPEC, optimizer)
-    second.load_state_dict(torch.load(buffer))
+    second.load_state_dict(saved_and_loaded(first.state_dict()))
     assert second.step == 1
     for table in (first, second):
         table.set_learning_rate(0.02)

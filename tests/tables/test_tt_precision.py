@@ -1,7 +1,6 @@
 """Tensor-train modules with cores in 16 bits: training, state, and what torch expects of them."""
 
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from emblib.ops.autograd import HAS_GRAD_DTYPE
 from emblib.specs import Pooling, Precision, StochasticRounding, TTSpec
 from emblib.tables import TableBatchedTTEmbeddingBags, TTEmbeddingBag
 from emblib.tables.tt_svd import decompose
+from tests.saved import saved_and_loaded
 
 SPECS = [
     TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2)),
@@ -259,10 +259,7 @@ def test_state_dict_round_trip_and_loads_of_another_dtype() -> None:
     precision = Precision(torch.bfloat16, states=torch.float16, stochastic_rounding=ROUNDED)
     module, other = (tables(optim.Adam(0.1), precision=precision) for _ in range(2))
     steps(module)
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer))
+    other.load_state_dict(saved_and_loaded(module.state_dict()))
     assert_equal(values(module), values(other))
     assert_equal(steps(module), steps(other))
     assert_equal(values(module), values(other))
