@@ -10,14 +10,12 @@ so the processor time tells what the sums cost, and the bytes what they save. Ta
 from __future__ import annotations
 
 import argparse
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, optim
 from emblib.sharding import RankGroup, World, all_to_all
@@ -25,6 +23,7 @@ from emblib.sharding.headers import Content
 from emblib.sharding.plan import plan_from_shapes
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import TableShape, grid, table_row_wise
+from tests.bench.local_ranks import run_ranks
 
 RANKS, LOCAL, TABLES, ROWS, DIM, BATCH = 4, 2, 26, 20_000, 64, 1024
 RULES = {"table-row-wise": lambda t: table_row_wise(t % (RANKS // LOCAL)), "grid": lambda t: grid()}
@@ -35,16 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(_rank, args=(port, arguments.rounds), nprocs=RANKS)  # type: ignore[attr-defined]
+    run_ranks(RANKS, _rank, arguments.rounds)
 
 
-def _rank(rank: int, port: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+def _rank(rank: int, rounds: int) -> None:
     sent = _count(rank)
     for plan in RULES:
         for ids in (1, 20):
@@ -74,7 +67,6 @@ def _rank(rank: int, port: int, rounds: int) -> None:
                         f"nodes, {1e3 * max(s for _, s in every):.1f} ms of processor time",
                         flush=True,
                     )
-    dist.destroy_process_group()
 
 
 def _count(rank: int) -> list[int]:

@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.sharding import RankGroup, ShardingPlan, World
@@ -34,6 +29,7 @@ from emblib.sharding.sharding_types import (
     row_wise,
     table_wise,
 )
+from tests.bench.local_ranks import run_ranks
 
 # Constants that ranks measure together; processor time has the others.
 _WAITING = ("exchange_s", "message_s", "copies_s", "blocks_s", "step_s", "link_bytes_per_s")
@@ -71,18 +67,11 @@ def main() -> None:
     parser.add_argument("--realtime", action="store_true")
     parser.add_argument("--calibration", type=Path, help="read the constants, or save them here")
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = (arguments.ranks, port, arguments)
-    multiprocessing.spawn(_rank, args=given, nprocs=arguments.ranks, join=True)  # type: ignore[attr-defined]
+    run_ranks(arguments.ranks, _rank, arguments)
 
 
-def _rank(rank: int, size: int, port: int, arguments: argparse.Namespace) -> None:
+def _rank(rank: int, arguments: argparse.Namespace) -> None:
     path = arguments.calibration
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     ranks = RankGroup()
     if path is not None and path.exists():
         constants = Calibration.load(path)
@@ -99,7 +88,6 @@ def _rank(rank: int, size: int, port: int, arguments: argparse.Namespace) -> Non
         print(constants.to_json(), flush=True)
     for name, workload in WORKLOADS.items():
         _compare(name, workload, ranks, constants, arguments)
-    dist.destroy_process_group()
 
 
 def _schedule(policy: int, priority: int) -> None:

@@ -11,7 +11,6 @@ that of the whole process, and the collectives and bytes per step of each rank.
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -19,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 import emblib
 from emblib import KeyedJaggedTensor, optim
 from emblib.sharding import DistributedModelParallel, RankGroup, row_wise, table_wise
+from tests.bench.local_ranks import run_ranks
 
 COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "broadcast", "all_gather_single")
 
@@ -57,18 +56,11 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(_rank, args=(port, arguments), nprocs=arguments.ranks)  # type: ignore[attr-defined]
+    run_ranks(arguments.ranks, _rank, arguments)
 
 
-def _rank(rank: int, port: int, arguments: Any) -> None:
-    torch.set_num_threads(1)
+def _rank(rank: int, arguments: Any) -> None:
     torch.manual_seed(rank)
-    address = f"tcp://127.0.0.1:{port}"
-    size = arguments.ranks
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     counted = _counted()
     for plan in ("table_wise", "row_wise"):
         steps = _steps(RankGroup(), plan, arguments)
@@ -84,7 +76,6 @@ def _rank(rank: int, port: int, arguments: Any) -> None:
                     f"{plan} {name}: {wall:.2f} ms, thread {own:.2f}, process {process:.2f} "
                     f"[{low:.2f}, {high:.2f}]; {len(counted)} collectives, {nbytes} bytes sent"
                 )
-    dist.destroy_process_group()
 
 
 def _counted() -> list[int]:

@@ -11,19 +11,18 @@ in seconds, with what ranks wait for each other, and in those of the thread's ow
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 import emblib
 from emblib import optim
 from emblib.sharding import RankGroup, row_wise, shard, table_wise
 from emblib.sharding.all_to_all import start_all_to_all
+from tests.bench.local_ranks import run_ranks
 
 TABLES, BAGS, DIM, ROWS = 26, 2, 64, 1000
 RULES = {"table_wise": table_wise, "row_wise": lambda rank: row_wise()}
@@ -36,17 +35,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     for size in arguments.ranks:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        given = (size, port, arguments.rounds)
-        multiprocessing.spawn(_rank, args=given, nprocs=size, join=True)  # type: ignore[attr-defined]
+        run_ranks(size, _rank, size, arguments.rounds)
 
 
-def _rank(rank: int, size: int, port: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+def _rank(rank: int, size: int, rounds: int) -> None:
     for plan in RULES:
         steps = _steps(RankGroup(), plan)
         walls, processor = _timed(steps, rounds)
@@ -54,7 +46,6 @@ def _rank(rank: int, size: int, port: int, rounds: int) -> None:
             print(f"{size} ranks, {plan}")
             _tell("elapsed", walls)
             _tell("processor", processor)
-    dist.destroy_process_group()
 
 
 def _steps(ranks: RankGroup, plan: str) -> dict[str, Callable[[], None]]:
