@@ -183,7 +183,7 @@ class TableCollection(nn.Module):
 
     def _is_in_order(self, features: Any) -> bool:
         """Return whether a batch has exactly the features of `groups`, in the same order."""
-        if torch.compiler.is_exporting() and not self._is_exportable():
+        if torch.compiler.is_exporting() and self._has_keyed:
             raise RuntimeError(
                 "torch.export takes no collection with hash tables: export "
                 "emblib.inference.for_inference(collection), which keeps the rows as they are, or "
@@ -192,10 +192,6 @@ class TableCollection(nn.Module):
         return (
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
         )
-
-    def _is_exportable(self) -> bool:
-        """Return whether ids are row numbers, which no lookup changes."""
-        return not self._has_keyed
 
     def _checked(self, features: Any) -> KeyedJaggedTensor:
         """Return the batch with only the features that tables read, in the order of `groups`.

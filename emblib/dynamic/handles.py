@@ -383,7 +383,7 @@ class DynamicTable:
             TypeError, ValueError: `since` is not an int >= 0.
         """
         shard_entries = self._map_shards(
-            "entries", lambda state, index: _copy_entries(state, index, since)
+            "entries", lambda state, index: checkpoint.table_entries(state, index, since).on_cpu()
         )
         return concatenate(shard_entries).on_cpu() if shard_entries else _no_entries()
 
@@ -693,11 +693,6 @@ def _keys_with_scores(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
             )
         columns.append(values.cpu().reshape(-1).expand(num_keys).contiguous())
     return columns
-
-
-def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries:
-    """Copy the entries of a table to the CPU: all, or those used at tick `since` or later."""
-    return checkpoint.table_entries(state, index, since).on_cpu()
 
 
 def _no_entries() -> Entries:

@@ -11,9 +11,9 @@ FIELDS = (
     *("case", "threads", "option", "contender", "status", "rounds", "median_s", "q25_s", "q75_s"),
     *("ratio_to", "ratio", "ratio_q25", "ratio_q75", "ratio_lo", "ratio_hi"),
 )
-NAMES = {"fbgemm": "FBGEMM", "torch": "nn.EmbeddingBag"}
-COLOURS = {"fbgemm": "#d55e00", "torch": "#009e73"}
-MARKERS = {"fbgemm": "o", "torch": "^"}
+NAMES = {"fbgemm": "FBGEMM", "torch": "nn.EmbeddingBag", "emblib": "emblib"}
+COLOURS = {"fbgemm": "#d55e00", "torch": "#009e73", "emblib": "#0072b2"}
+MARKERS = {"fbgemm": "o", "torch": "^", "emblib": "s"}
 SHAPES = {
     "A": "A: T=1 R=1,000,000 D=128 B=2048 L=20, uniform",
     "B": "B: T=26 R=100,000 D=64 B=2048 L=1, uniform",
@@ -93,8 +93,8 @@ def figure(rows: Sequence[Row], path: Path) -> None:
             figsize=(11, (0.22 * len(options) + 1.0) * len(cases) + 1.0),
         )
         for number, case in enumerate(cases):
-            _peers(grid[number][0], every, options, case, threads)
-            _own(grid[number][1], every, options, case, threads)
+            _draw(grid[number][0], every, options, case, threads, ["fbgemm", "torch"])
+            _draw(grid[number][1], every, options, case, threads, ["emblib"])
             grid[number][0].set_title(SHAPES[case])
             grid[number][1].set_title("")
         handles = {}
@@ -121,14 +121,16 @@ def _points(axes: Any, found: Sequence[tuple[int, Row]], shift: float, **look: A
     axes.errorbar(x, y, xerr=spread, ls="none", capsize=2, ms=5, lw=1.1, **look)
 
 
-def _peers(
+def _draw(
     axes: Any,
     every: dict[tuple[str, int, str], dict[str, Row]],
     options: Sequence[str],
     case: str,
     threads: Sequence[int],
+    contenders: Sequence[str],
 ) -> None:
-    for who, name in NAMES.items():
+    """Draw the points of contenders, each for all numbers of threads."""
+    for who in contenders:
         for count in threads:
             found = [
                 (place, every[case, count, option][who])
@@ -145,34 +147,8 @@ def _peers(
                 color=COLOURS[who],
                 marker=MARKERS[who],
                 **hollow,
-                label=f"{name}, {count} thread{'s' * (count > 1)}",
+                label=f"{NAMES[who]}, {count} thread{'s' * (count > 1)}",
             )
-    _finish(axes, options)
-
-
-def _own(
-    axes: Any,
-    every: dict[tuple[str, int, str], dict[str, Row]],
-    options: Sequence[str],
-    case: str,
-    threads: Sequence[int],
-) -> None:
-    for count in threads:
-        found = [
-            (place, every[case, count, option]["emblib"])
-            for place, option in enumerate(options)
-            if "ratio" in every.get((case, count, option), {}).get("emblib", {})
-        ]
-        hollow = {"markerfacecolor": "white"} if count == threads[0] and len(threads) > 1 else {}
-        _points(
-            axes,
-            found,
-            0.22 * (threads.index(count) - (len(threads) - 1) / 2),
-            color="#0072b2",
-            marker="s",
-            **hollow,
-            label=f"emblib, {count} thread{'s' * (count > 1)}",
-        )
     _finish(axes, options)
 
 

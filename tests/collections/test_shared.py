@@ -326,8 +326,7 @@ def _via_pickle(model: Model) -> Model:
 
 
 def _via_save(model: Model) -> Model:
-    loaded: Model = saved_and_loaded(model, weights_only=False)
-    return loaded
+    return saved_and_loaded(model, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, _via_pickle, _via_save, lambda m: m.float()])

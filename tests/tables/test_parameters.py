@@ -82,10 +82,6 @@ def test_a_penalty_is_refused_and_leaves_no_gradient(kind: str) -> None:
     _look_up(module).sum().backward()
 
 
-def _tied(weights: Tensor) -> Tensor:
-    return (torch.ones(3, DIM) @ weights.view(-1, DIM).T).sum()
-
-
 def _shared(weights: Tensor) -> Tensor:
     layer = nn.Linear(ROWS, 2 * DIM, bias=False)
     layer.weight = weights
@@ -93,7 +89,7 @@ def _shared(weights: Tensor) -> Tensor:
 
 
 USES: dict[str, Callable[[Tensor], Any]] = {
-    "weight tying": lambda w: _tied(w).backward(),
+    "weight tying": lambda w: (torch.ones(3, DIM) @ w.view(-1, DIM).T).sum().backward(),
     "a view": lambda w: w.view(-1)[:3].sum().backward(),
     "another loss": lambda w: (w * 2).pow(2).mean().backward(retain_graph=True),
     "autograd.grad": lambda w: torch.autograd.grad(w.norm(), w),
