@@ -166,7 +166,8 @@ DIFFERS = {
     "FusedOptimizer": "emblib's: `sharded.fused_optimizer` is one, with learning rates and states",
     "FusedOptimizerModule": "virtual: every module with a `fused_optimizer`",
     "KeyedOptimizerWrapper": "no `pass_params_dict`; state dicts always have `param_groups`",
-    "ShardedTensor": "emblib's `ShardedTable` with `local_shards`, `local_tensor` and `copy_`",
+    "ShardedTensor": "emblib's `ShardedTable` with `local_shards`, `local_tensor`, `gather` and "
+    "`copy_`",
     "state_dict_to_device": "sharded tables stay sharded; the process group is not needed",
     "CombinedOptimizer": "one `param_groups` list, made at construction",
     "KTRegroupAsDict": "`multi_device` is not needed",

@@ -153,6 +153,34 @@ class ShardedTensor(ShardedTable):
             raise ValueError(f"this rank has {len(self.parts)} shards: use local_shards()")
         return next(iter(self.parts.values()))
 
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the whole tensor into `out` of rank `dst`; all ranks must call this.
+
+        Args:
+            dst: rank that gets the tensor.
+            out: tensor of the same size, on rank `dst`; other ranks may leave it out.
+            enforce_dtype: no effect: values are converted to the dtype of `out`.
+            dtype: no effect, as above.
+
+        Raises:
+            ValueError: rank `dst` has no `out`, or one of another size.
+        """
+        whole = self.full_tensor(dst)
+        if self.ranks.rank != dst:
+            return
+        if out is None or out.size() != self.size():
+            size = None if out is None else list(out.size())
+            raise ValueError(
+                f"out of rank {dst} must have the size {list(self.size())}, got {size}"
+            )
+        out.copy_(whole)
+
     def copy_(self, other: Tensor, non_blocking: bool = False) -> ShardedTensor:
         """Overwrite the shards of this rank by those of `other`, or by parts of a whole table.
 

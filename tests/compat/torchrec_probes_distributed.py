@@ -145,6 +145,11 @@ def states_of_sharded_tables(rec: Any) -> None:
     assert (shard.metadata.shard_offsets, shard.metadata.shard_sizes) == ([0, 0], [20, 8])
     value.copy_(torch.ones(20, 8))
     assert value.local_tensor().eq(1).all()
+    gathered = torch.zeros(value.size())
+    value.gather(0, out=gathered)
+    assert gathered.eq(1).all()
+    with pytest.raises(ValueError, match="out of rank 0 must have the size"):
+        value.gather()
     assert sharded.state_dict()[key].full_tensor().eq(1).all()
     with pytest.raises(ValueError, match="the whole table"):
         value.copy_(torch.ones(20, 7))
