@@ -24,6 +24,7 @@ from emblib.online.sinks import Sink, check_sink
 from emblib.specs import check_count
 from emblib.tables import QuantizedEmbeddingBags
 from emblib.tables.locks import ModuleLock, register_after_fork
+from emblib.tables.parameters import caller_level
 
 # The maximum number of records that one poll reads. A log that is not behind another log reads no
 # more records while as many are pending.
@@ -129,6 +130,7 @@ class LogFollower:
         self._run = run
         self._boundary: BoundaryKey | None = None  # the last one; None if the tables are at none
         self._has_base = step is not None  # whether the tables began at a step that the caller gave
+        self._has_warned = False  # of logs without records
         self._lock = ReaderLock()
         self._apply_lock = ModuleLock()  # held while the logs are read or applied
 
@@ -185,6 +187,9 @@ class LogFollower:
     def apply(self) -> int | None:
         """Apply all complete boundaries; return `self.step`, the step that is served.
 
+        Warns once of logs without records: a follower may start before its trainer, and waits also
+        where nothing will ever be written.
+
         Raises:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
                 the last boundary.
@@ -202,6 +207,7 @@ class LogFollower:
                 while (key := self._next_boundary()) is not None:
                     self._apply(key)
             self._check_ranks(is_at_end=True)
+            self._warn_of_empty_logs()
             has_skipped = any(log.has_skipped for log in self._logs)
             has_pending = any(log.pending for log in self._logs)  # another rank may be late
             if has_skipped and not has_pending:
@@ -210,6 +216,17 @@ class LogFollower:
                     "of the file, or have the trainer call snapshot(step)"
                 )
             return self._step
+
+    def _warn_of_empty_logs(self) -> None:
+        """Warn once, the first time that the logs are read, of those without a record."""
+        empty_logs = [str(log.source) for log in self._logs if log.newest is None]
+        if empty_logs and not self._has_warned:
+            warnings.warn(
+                f"no log has begun in {', '.join(empty_logs)}: the follower waits for its first "
+                "record; if the trainer has begun one, it is elsewhere",
+                stacklevel=caller_level(),
+            )
+        self._has_warned = True
 
     def _poll(self) -> bool:
         """Read more records of the logs; return whether there were any."""
@@ -428,6 +445,7 @@ class _Log:
     """The log of one rank: the records that were read and not applied.
 
     Attributes:
+        source: the sink.
         pending: these records, in order.
         newest: boundary of the last record that was read; None before the first.
         has_gap: whether the writer removed records before they were read, so that tables must be
@@ -438,7 +456,7 @@ class _Log:
     """
 
     def __init__(self, source: Sink, num_ranks: int) -> None:
-        self._source, self._num_ranks = source, num_ranks
+        self.source, self._num_ranks = source, num_ranks
         self.restart()
 
     def restart(self) -> None:
@@ -466,7 +484,7 @@ class _Log:
         is_ahead = newest is None or self.newest is None or self.newest >= newest
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
-        for stored in self._source.read(self._position):
+        for stored in self.source.read(self._position):
             record = decode(stored.data, stored.location)
             if self._last_read == (record.sequence, record.time):
                 self._position = stored.position  # written again by a trainer that saw an error
@@ -512,7 +530,7 @@ class _Log:
 
     def generations(self) -> dict[str, int]:
         """Return the generation of each run in the log, "" for all that have no id."""
-        records = (decode(stored.data, stored.location) for stored in self._source.read())
+        records = (decode(stored.data, stored.location) for stored in self.source.read())
         return {record.run: record.generation for record in records}
 
     def records_up_to(self, key: BoundaryKey) -> list[Record]:
@@ -533,7 +551,7 @@ class _Log:
         position, pending = self._position, [*self.pending]
         oldest = next((record for record in pending if is_new(record)), None)
         newest = pending[-1] if oldest is not None else None
-        for stored in self._source.read(position):
+        for stored in self.source.read(position):
             newest = decode(stored.data, stored.location)
             if oldest is None and is_new(newest):
                 oldest = newest

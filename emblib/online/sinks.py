@@ -120,6 +120,9 @@ class DirectorySink:
         self._segment_number, self._segment_bytes = 0, 0  # of the last segment
         self._segment_mark = ""
 
+    def __repr__(self) -> str:
+        return f"DirectorySink({str(self.directory)!r})"
+
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
         """See `Sink`; the record is synced to the disk."""
         if self._process != os.getpid():
@@ -331,6 +334,9 @@ class RedisSink:
         if getattr(pool, "connection_kwargs", {}).get("decode_responses"):
             raise ValueError("records are bytes: make the client without decode_responses")
         self._client = client
+
+    def __repr__(self) -> str:
+        return f"RedisSink(stream {self.stream!r})"
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
         """See `Sink`; `starts_segment` has no effect."""

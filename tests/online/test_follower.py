@@ -453,6 +453,25 @@ def test_a_directory_that_was_emptied_has_another_log(tmp_path: Path, segment_by
         assert torch.equal(served.packed, inference.for_inference(trained).packed)
 
 
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_log_that_has_not_begun_is_waited_for_with_a_warning(
+    tmp_path: Path, step: int | None
+) -> None:
+    """The directory may be mistyped, or the trainer has not begun."""
+    trained, sinks = _bags(), [DirectorySink(tmp_path / "log"), DirectorySink(tmp_path / "typo")]
+    late, lost = (LogFollower(_bags(), sink, step=step) for sink in sinks)
+    for follower, name in (late, "log"), (lost, "typo"):
+        with pytest.warns(
+            UserWarning, match=f"no log has begun in DirectorySink.*/{name}'"
+        ) as seen:
+            assert [follower.apply(), follower.apply()] == [step, step]
+        assert [warning.filename for warning in seen] == [__file__]
+    with ChangeLog(trained, sinks[0], step=1) as log:
+        _entry(trained, 2)
+        log.record(2)
+    assert (late.apply(), lost.apply()) == (2, step)
+
+
 def test_missing_records_are_an_error(tmp_path: Path) -> None:
     trained = _bags()
     with ChangeLog(trained, DirectorySink(tmp_path)) as log:
