@@ -93,6 +93,8 @@ def _(
     is_flat = bag_layout is not None
     shape = tbe.output_shape(features, indices, offsets, pooling, output_dim, is_flat=is_flat)
     out = indices.new_empty(shape, dtype=output_dtype)
+    if num_saved < 0:  # nothing is saved for backward
+        return [out]
     keys = _ops.tt_keys(indices, offsets, bag_layout, feature_tables)
     groups = tbe.tbe_group(features, keys, offsets, bag_layout, 0)
     plan = _ops.tt_plan(keys, groups[4], tables, 0, 0)

@@ -365,6 +365,8 @@ def test_opcheck(name: str) -> None:
         # gradients of the other are parts of one tensor.
         checks.remove("test_faketensor")
     torch.library.opcheck(op, arguments, test_utils=checks)
+    if name == "tt_lookup_checked_":  # -1: nothing is saved for backward
+        torch.library.opcheck(op, (*arguments[:-3], -1, *arguments[-2:]), test_utils=checks)
 
 
 @every_case()
