@@ -78,7 +78,8 @@ class LogFollower:
         TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
             is not an int, `tables` is one string, or `run` is not a text or is without `step`.
         ValueError: a table was pruned or is on disk, or has an index in shared memory; two tables
-            have one name; `tables` is empty; there is no sink; or the step is below 0.
+            have one name, and are not read-only copies that name a common run of a log; `tables`
+            is empty; there is no sink; or the step is below 0.
 
     Example:
         >>> import tempfile

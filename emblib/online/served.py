@@ -67,8 +67,8 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
 
     Raises:
         TypeError: the model is sharded, or has no tables that rows can describe.
-        ValueError: two tables have one name, a table was pruned, its index is in shared memory, or
-            a float table is on disk.
+        ValueError: two tables have one name and are not known to be copies, a table was pruned, its
+            index is in shared memory, or a float table is on disk.
     """
     model_tables = find_tables(model)
     if model_tables.ranks.size > 1:
@@ -76,23 +76,58 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
             "a follower has whole tables in one process, and this model is sharded: give it the "
             "unsharded model, or emblib.inference.for_inference of its tables"
         )
-    tables = [(table.name, _serve_plain(table)) for table in model_tables.tables]
-    tables += [(name, DynamicRows(handle)) for name, handle in tables_of(model).items()]
+    tables = [(t.name, _serve_plain(t), _log_runs(t.module)) for t in model_tables.tables]
+    tables += [(name, DynamicRows(handle), set()) for name, handle in tables_of(model).items()]
     for module in model.modules():
         if isinstance(module, InferenceEmbeddingBags):
             for t, name in enumerate(module.rows.table_names):
-                tables.append((name, _serve_indexed(module, t, name)))
+                tables.append((name, _serve_indexed(module, t, name), _log_runs(module.rows)))
     if not tables:
         raise TypeError(
             f"{type(model).__name__} has no tables that a follower can serve: pass the model with "
             "the tables, e.g. for_inference(...) of them; tensor trains cannot be followed"
         )
-    names = [name for name, _ in tables]
-    if repeated_names := sorted({name for name in names if names.count(name) > 1}):
+    copies: dict[str, list[ServedTable]] = {}
+    runs_of_copies: dict[str, set[str]] = {}  # those that all copies name
+    for name, table, runs in tables:
+        copies.setdefault(name, []).append(table)
+        runs_of_copies[name] = runs_of_copies.get(name, runs) & runs
+    repeated_names = [name for name in copies if len(copies[name]) > 1]
+    if unknown_names := sorted(name for name in repeated_names if not runs_of_copies[name]):
         raise ValueError(
-            f"tables of a follower must differ in name, and there are several {repeated_names}"
+            f"tables of a follower must differ in name, and there are several {unknown_names}; "
+            "read-only copies of one table, e.g. of SharedTables, may have one name if they were "
+            "frozen or converted while the ChangeLog of the table was open; or make a follower of "
+            "each, with tables="
         )
-    return dict(tables)
+    return {name: _Copies(found) if len(found) > 1 else found[0] for name, found in copies.items()}
+
+
+def _log_runs(module: nn.Module) -> set[str]:
+    """Return the runs that a module of rows names; of one run, tables of one name are copies."""
+    return set(module.log_runs) if isinstance(module, QuantizedEmbeddingBags) else set()
+
+
+class _Copies:
+    """Read-only copies of one table, which take the same changes."""
+
+    def __init__(self, tables: Sequence[ServedTable]) -> None:
+        self._tables = tables
+
+    def prepare(self, change: TableChange) -> Write:
+        """Check a change for all copies."""
+        return self._write_all([table.prepare(change) for table in self._tables])
+
+    def prepare_whole(self, change: TableChange) -> Write:
+        """Check all rows for all copies."""
+        return self._write_all([table.prepare_whole(change) for table in self._tables])
+
+    def _write_all(self, functions: Sequence[Write]) -> Write:
+        def write() -> None:
+            for function in functions:
+                function()
+
+        return write
 
 
 def _serve_plain(table: PlainTable) -> ServedTable:

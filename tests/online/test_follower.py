@@ -472,6 +472,37 @@ def test_a_log_that_has_not_begun_is_waited_for_with_a_warning(
     assert (late.apply(), lost.apply()) == (2, step)
 
 
+def test_collections_that_share_a_table_are_followed_together(tmp_path: Path) -> None:
+    """Their read-only copies of it are known by the run of the log; other copies are refused."""
+    shared = emblib.SharedTables(
+        [emblib.EmbeddingConfig(20, 4, "item")], optimizer=emblib.optim.SGD(0.1)
+    )
+    bags = emblib.EmbeddingBagCollection([shared.pooled("item", ["basket"])], shared=shared)
+    history = emblib.EmbeddingCollection([shared.unpooled("item", ["history"])], shared=shared)
+    model = torch.nn.ModuleList([bags, history])
+
+    def convert() -> torch.nn.ModuleList:
+        formats = (bags, "float32"), (history, "int8")
+        return torch.nn.ModuleList([inference.for_inference(*args) for args in formats])
+
+    def parts(served: torch.nn.ModuleList) -> list[torch.Tensor]:
+        modules = served.modules()
+        return [m.packed for m in modules if isinstance(m, emblib.QuantizedEmbeddingBags)]
+
+    before, sink = convert(), DirectorySink(tmp_path)
+    ids, lengths = torch.tensor([3, 3, 17]), torch.tensor([2, 1])
+    with ChangeLog(model, sink) as log:
+        follower = LogFollower(convert(), sink, step=0)
+        pooled = bags(emblib.KeyedJaggedTensor(["basket"], ids, lengths=lengths)).values()
+        rows = history(emblib.KeyedJaggedTensor(["history"], ids + 1, lengths=lengths))["history"]
+        (pooled.sum() + rows.values().square().sum()).backward()
+        log.record(1)
+    assert follower.apply() == 1
+    assert all(map(torch.equal, parts(follower.model), parts(convert())))
+    with pytest.raises(ValueError, match=r"there are several \['item'\]; read-only copies"):
+        LogFollower(before, sink)
+
+
 def test_missing_records_are_an_error(tmp_path: Path) -> None:
     trained = _bags()
     with ChangeLog(trained, DirectorySink(tmp_path)) as log:
