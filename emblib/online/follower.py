@@ -479,12 +479,15 @@ class _Log:
             needs_whole: whether changes before the first record with all rows are skipped.
 
         Raises:
-            LogError: a record is damaged, or records before it are missing and it has changes only.
+            LogError: a record is damaged, or records are missing and none after them has all rows.
         """
         num_read = 0
         is_ahead = newest is None or self.newest is None or self.newest >= newest
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
+        error: LogError | None = (
+            None  # of records that are missing, while no later one has all rows
+        )
         for stored in self.source.read(self._position):
             record = decode(stored.data, stored.location)
             if self._last_read == (record.sequence, record.time):
@@ -492,13 +495,9 @@ class _Log:
                 continue
             if self._last_read is not None and not self._is_next(record):
                 if not record.is_whole:
-                    raise LogError(
-                        f"{stored.location} is record {record.sequence}, after "
-                        f"{self._last_read[0]}: those between are missing"
-                        if record.run == self._last_run
-                        else f"{stored.location} is of another run than the record before it: the "
-                        "snapshot between is missing"
-                    )
+                    error = error or self._missing_error(record, stored.location)
+                    continue
+                error = None
                 self.has_gap = True
                 self.pending.clear()
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
@@ -512,7 +511,23 @@ class _Log:
             self._position, self._last_read = stored.position, (record.sequence, record.time)
             if num_read >= _MAX_PENDING:
                 break
+        if error is not None:
+            raise error
         return num_read > 0
+
+    def _missing_error(self, record: Record, location: str) -> LogError:
+        """Return the error of a record that does not follow the last one."""
+        assert self._last_read is not None
+        if record.run == self._last_run:
+            return LogError(
+                f"{location} is record {record.sequence}, after {self._last_read[0]}: those "
+                "between are missing, and no later one has all rows: have the trainer call "
+                "snapshot(step)"
+            )
+        return LogError(
+            f"{location} is of another run than the record before it: the snapshot between is "
+            "missing"
+        )
 
     def _is_next(self, record: Record) -> bool:
         """Return whether a record follows the last one that was read."""
