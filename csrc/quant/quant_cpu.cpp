@@ -83,6 +83,20 @@ bool check_packed_features(const char* op, const Tensor& features, const Tensor&
   return is_gapless && num_columns == output_dim;
 }
 
+// Throw if the output has more columns, or in a variable batch more elements, than its bags could
+// write: an `output_dim` of another module would allocate memory without limit.
+void check_output_dim(const char* op, const QuantCall& call, const FeatureBags& feature_bags) {
+  const Feature* feature = feature_array(call.features);
+  int64_t limit = 0;
+  for (int64_t f = 0; f < feature_bags.num_features() && limit < call.output_dim; ++f) {
+    const int64_t num_bags = feature_bags.first_bags[f + 1] - feature_bags.first_bags[f];
+    limit += feature[f].dim * (call.is_variable() ? num_bags : 1);
+  }
+  STD_TORCH_CHECK(limit >= call.output_dim, op, ": the features write at most ", limit, " ",
+                  call.is_variable() ? "elements" : "columns", " of an output with ",
+                  call.output_dim, "; pass output_dim and features of one module");
+}
+
 // Return the output of a lookup whose bag layout has been checked; zeros where no bag writes. Check
 // the contents of the features first.
 Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature_bags) {
@@ -92,6 +106,7 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
   const bool covers_columns = check_packed_features(op, call.features, call.packed, call.formats,
                                                     is_variable ? Pooling::kSum : call.pooling,
                                                     is_variable ? kUnlimited : call.output_dim);
+  if (is_pooled && bags.num_bags > 0) check_output_dim(op, call, feature_bags);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
   // Whether the bags write all of the output. In a variable batch this is not known: then false.
   const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers_columns : bags.begin(0) == 0);

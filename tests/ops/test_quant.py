@@ -281,6 +281,7 @@ def test_wrong_input_is_refused() -> None:
     unknown[1, 4] = data.columns
     odd[0, 0] += 2
     good = (packed, features, data.indices, data.repaired, None, None)
+    layout = (torch.zeros(data.repaired.numel() - 1, 2, dtype=torch.int64), None)
     rest = (POOLING["sum"], 8, data.columns, torch.float32)
     for arguments, message in (
         ((*good, POOLING["sum"], 5, *rest[2:]), "format must be the code of a RowFormat: .* got 5"),
@@ -295,6 +296,8 @@ def test_wrong_input_is_refused() -> None:
         ((packed, odd, *good[2:], *rest), "feature 0 lies outside the packed rows, not at a word"),
         ((*good, POOLING["none"], 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
         ((*good, 3, *rest[1:]), "pooling must be one of .*, got 3"),
+        ((*good, *rest[:2], 2**31, torch.float32), "at most .* columns of an output with 2147"),
+        ((*good[:4], *layout, *rest[:2], 2**31, torch.float32), "at most .* elements of an output"),
         ((*good, *rest[:3], torch.int64), "output_dtype must be float32"),
         ((*good[:5], torch.ones(3), *rest), "one entry per lookup"),
         (
