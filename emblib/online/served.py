@@ -100,7 +100,9 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
             "frozen or converted while the ChangeLog of the table was open; or make a follower of "
             "each, with tables="
         )
-    return {name: _Copies(found) if len(found) > 1 else found[0] for name, found in copies.items()}
+    return {
+        name: _RowCopies(found) if len(found) > 1 else found[0] for name, found in copies.items()
+    }
 
 
 def _log_runs(module: nn.Module) -> set[str]:
@@ -108,7 +110,7 @@ def _log_runs(module: nn.Module) -> set[str]:
     return set(module.log_runs) if isinstance(module, QuantizedEmbeddingBags) else set()
 
 
-class _Copies:
+class _RowCopies:
     """Read-only copies of one table, which take the same changes."""
 
     def __init__(self, tables: Sequence[ServedTable]) -> None:
