@@ -156,14 +156,11 @@ def _is_measured(key: str, report: ReportConfig, cells: Sequence[Cell]) -> bool:
     arms = [arm for cell in cells for arm in cell.arms]
     cache_sizes = [size for cell in cells for size in cell.cache.fractions]
     cache_sizes += [arm.cache for arm in arms]
-    values: dict[str, tuple[object, Sequence[object]]] = {
-        "report.subject": (report.subject, [arm.contender for arm in arms]),
-        "report.baseline": (report.baseline, [arm.contender for arm in arms]),
-        "report.subject_rank": (report.subject_rank, [arm.rank for arm in arms]),
-        "report.subject_cache": (report.subject_cache, cache_sizes),
-    }
-    value, measured_values = values.get(key, (0, [0]))
-    return value in measured_values
+    names = [arm.contender for arm in arms]
+    measured: dict[str, Sequence[object]] = {"subject": names, "baseline": names}
+    measured |= {"subject_rank": [arm.rank for arm in arms], "subject_cache": cache_sizes}
+    name = key.removeprefix("report.")
+    return key == name or name not in measured or getattr(report, name) in measured[name]
 
 
 def _is_read(key: str, kind: kinds.Kind, cells: Sequence[Cell]) -> bool:
@@ -432,10 +429,7 @@ def _similar_key(key: str, siblings: Sequence[str], known: set[str], *, is_list:
     # The same name in another group: an axis of `sweep` takes a list, one of `workload` a number.
     skipped_prefixes = ("workload." if is_list else "sweep.", "cases.")
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    return max(
-        (name for name in same_leaf if not name.startswith(skipped_prefixes)),
-        default="",
-    )
+    return max((name for name in same_leaf if not name.startswith(skipped_prefixes)), default="")
 
 
 def _error_in_one_line(error: Exception) -> str:
@@ -468,9 +462,7 @@ def check_values(config: Config) -> None:
         contenders = registry.names()
     except registry.RegistryError as error:
         raise UsageError(str(error)) from error
-    points: dict[str, Config | CaseConfig] = {"": config}
-    points |= {f"cases.{name}.": case for name, case in config.cases.items()}
-    for prefix, point in points.items():
+    for prefix, point in _points(config).items():
         _check_workload(prefix, point.workload)
         _check_point(prefix, point)
         required_type = kind.arms.contenders
@@ -492,11 +484,8 @@ def check_values(config: Config) -> None:
         _check_counts(f"sweep.{axis}", getattr(config.sweep, axis))
     for axis in ("s", "q"):
         values = getattr(config.sweep, axis)
-        require(
-            f"sweep.{axis} must be >= 0 and finite",
-            values,
-            holds=all(map(_is_number_from_0, values)),
-        )
+        is_held = all(map(_is_number_from_0, values))
+        require(f"sweep.{axis} must be >= 0 and finite", values, holds=is_held)
     for axis, reason in _axes_without_effect(config.workload).items():
         if getattr(config.sweep, axis, None):
             raise UsageError(
@@ -519,12 +508,9 @@ def check_values(config: Config) -> None:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
+    options = (*contenders, *COMPUTED_ARMS, *ONLY_ARMS, *QUALITY_METHODS)
     for name in ("subject", "baseline"):
-        arm, options = (
-            getattr(config.report, name),
-            (*contenders, *COMPUTED_ARMS, *ONLY_ARMS, *QUALITY_METHODS),
-        )
-        if arm not in options:
+        if (arm := getattr(config.report, name)) not in options:
             raise UsageError(f"report.{name}: {_unknown_name('contender', arm, options, '', 0.3)}")
 
 
@@ -570,20 +556,20 @@ def complete_options(config: Config) -> None:
     Raises:
         UsageError: the kind is unknown, or does not have or permit the options.
     """
-    if config.kind not in kinds.KINDS:
-        raise UsageError(_unknown_name("kind", config.kind, kinds.KINDS, "kind=", 0.4))
-    config.options = _complete(kinds.find(config.kind), config.options, "")
-    for name, case in config.cases.items():
-        if not case.kind and case.options:
-            raise UsageError(
-                f"cases.{name}.options needs a kind that has them: cases.{name}.kind=..."
-            )
-        if case.kind and case.kind not in kinds.KINDS:
-            hint = _unknown_name("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
-            raise UsageError(f"cases.{name}.kind: {hint}")
-        if case.kind:
-            kind = kinds.find(case.kind)
-            case.options = _complete(kind, case.options, f"cases.{name}.")
+    for prefix, point in _points(config).items():
+        if prefix and not point.kind and point.options:
+            raise UsageError(f"{prefix}options needs a kind that has them: {prefix}kind=...")
+        if point.kind not in kinds.KINDS and (point.kind or not prefix):
+            hint = _unknown_name("kind", point.kind, kinds.KINDS, f"{prefix}kind=", 0.4)
+            raise UsageError(f"{prefix}kind: {hint}")
+        if point.kind:
+            point.options = _complete(kinds.find(point.kind), point.options, prefix)
+
+
+def _points(config: Config) -> dict[str, Config | CaseConfig]:
+    """Return the run and its cases by the prefix of their keys, "" for the run."""
+    cases = {f"cases.{name}.": case for name, case in config.cases.items()}
+    return {"": config, **cases}
 
 
 def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:

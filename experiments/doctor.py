@@ -178,12 +178,8 @@ def emblib_libraries() -> Iterator[CheckResult]:
             yield _compare_with_torch(torch.device("cuda"))
         return
     has_cuda_library = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
-    state = (
-        "built, not loaded: torch sees no GPU"
-        if has_cuda_library
-        else "not built; torch sees no GPU"
-    )
-    yield CheckResult("CUDA kernels", state)
+    build = "built, not loaded:" if has_cuda_library else "not built;"
+    yield CheckResult("CUDA kernels", f"{build} torch sees no GPU")
 
 
 def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult:

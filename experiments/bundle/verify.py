@@ -22,13 +22,7 @@ import pandas as pd
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import claims_of
-from experiments.bundle.pack import (
-    VERSION,
-    BundleDescription,
-    harness_digest,
-    reproduce,
-    run_entry,
-)
+from experiments.bundle.pack import VERSION, BundleDescription, harness_digest, reproduce, run_entry
 from experiments.report import text, write_report
 from experiments.report.data import Run
 

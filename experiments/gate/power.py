@@ -310,11 +310,7 @@ def format_rate(rate: ErrorRate) -> str:
 
 
 def _page(
-    path: Path,
-    answer: str,
-    rates: Rates,
-    trials: Sequence[Outcome],
-    info: Mapping[str, Any],
+    path: Path, answer: str, rates: Rates, trials: Sequence[Outcome], info: Mapping[str, Any]
 ) -> Page:
     """Return the page of the trials: rates by point, and every trial."""
     config = OmegaConf.load(path / "config.yaml")

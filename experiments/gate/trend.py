@@ -219,11 +219,7 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
             try:
                 reason = _exclusion_reason(gate_result)
                 gate_run = None if reason else _parse_gate_run(gate_result)
-            except (
-                LookupError,
-                TypeError,
-                AttributeError,
-            ):  # missing or wrong entries
+            except (LookupError, TypeError, AttributeError):  # missing or wrong entries
                 reason, gate_run = "it is damaged", None
             if gate_run is None:
                 exclusions.append(f"{path.relative_to(folder)}: {reason}")

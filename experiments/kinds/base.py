@@ -396,26 +396,16 @@ def check_contender_types(prefix: str, names: Sequence[str], required_type: Cont
         required_type: any type but BOTH.
     """
     for name in names:
-        entry = registry.entry_of(name)
-        actual_type = ContenderType.BAGS
-        if entry.keyed:
-            actual_type = ContenderType.KEYED
-        elif entry.served:
-            actual_type = ContenderType.SERVED
+        entry, is_served = registry.entry_of(name), required_type is ContenderType.SERVED
+        unserved_type = ContenderType.KEYED if entry.keyed else ContenderType.BAGS
+        actual_type = ContenderType.SERVED if entry.served else unserved_type
         if actual_type is required_type or name not in registry.names():
             continue
-        if ContenderType.SERVED in (actual_type, required_type):
-            negation = "no " * (required_type is ContenderType.SERVED)
-            raise UsageError(
-                f"{prefix}contenders: {name} has {negation}read-only tables; those are measured "
-                "in kind=serving"
-            )
-        if entry.keyed:
-            raise UsageError(
-                f"{prefix}contenders: {name} is a table of keys; those are measured where "
-                "keys.loads names loads, or in kind=growth"
-            )
-        raise UsageError(
-            f"{prefix}contenders: {name} is not a table of keys; only tables of keys are measured "
-            "where keys.loads names loads, and in kind=growth"
-        )
+        if is_served or entry.served:
+            reason = f"has {'no ' * is_served}read-only tables; those are measured in kind=serving"
+        elif entry.keyed:
+            reason = "is a table of keys; those are measured where keys.loads names loads"
+        else:
+            reason = "is not a table of keys; only those are measured where keys.loads names loads"
+        also_growth = "" if is_served or entry.served else ", and in kind=growth"
+        raise UsageError(f"{prefix}contenders: {name} {reason}{also_growth}")

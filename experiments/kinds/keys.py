@@ -105,10 +105,7 @@ def _row(
     ok_records = metrics.usable_records(records)
     record = (ok_records or records)[0]
     timed = metrics.timed_columns(
-        ok_records,
-        with_base_samples(metrics.usable_records(base_records), phase),
-        phase,
-        pools,
+        ok_records, with_base_samples(metrics.usable_records(base_records), phase), phase, pools
     )
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {

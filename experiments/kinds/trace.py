@@ -96,11 +96,7 @@ def _table_rows(record: TraceRecord) -> Iterator[dict[str, Any]]:
     """Yield the rows of tables.csv for the tables of a record."""
     for table in record["tables"]:
         numbers: Mapping[str, Any] = table
-        zipf_fit: Mapping[str, float | None] = table["fit"] or {
-            "s": None,
-            "q": None,
-            "misfit": None,
-        }
+        zipf_fit: Mapping[str, float | None] = table["fit"] or dict.fromkeys(("s", "q", "misfit"))
         yield {
             "section": record["section"],
             "cell": record["cell"],

@@ -94,11 +94,8 @@ def how_to_read(run: Run) -> list[str]:
     notes += [PRODUCTION_NOTE] if "production" in distributions else []
     notes += [TRACE_NOTE] if "trace" in distributions else []
     measured_ceilings = MeasuredCeilings.from_environment(run.environment)
-    notes += (
-        [f"'of gather' divides by {measured_ceilings.gather_method}."]
-        if measured_ceilings.gather_gb_s
-        else []
-    )
+    if measured_ceilings.gather_gb_s:
+        notes.append(f"'of gather' divides by {measured_ceilings.gather_method}.")
     notes += [HOST_NOTE] if any(record.get("wall_samples") for record in run.records) else []
     return notes + _package_notes(run)
 

@@ -235,9 +235,8 @@ class PooledSpreads:
 
 def usable_records(group: Sequence[Record]) -> list[Record]:
     """Return the records with status "ok"; [] if the arm was wrong in one of the processes."""
-    return (
-        [record for record in group if record["status"] == "ok"] if status_of(group) == "ok" else []
-    )
+    is_ok = status_of(group) == "ok"
+    return [record for record in group if is_ok and record["status"] == "ok"]
 
 
 def mode_of(record: Record) -> str:
