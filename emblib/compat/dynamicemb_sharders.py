@@ -24,7 +24,9 @@ from emblib.compat.dynamicemb_tables import split_tiers
 from emblib.compat.dynamicemb_types import DynamicEmbTableOptions
 from emblib.compat.fbgemm_types import SparseType
 from emblib.compat.torchrec_sharders import (
+    EmbeddingBagCollection,
     EmbeddingBagCollectionSharder,
+    EmbeddingCollection,
     EmbeddingCollectionSharder,
     ranks_of,
     replace_child,
@@ -200,9 +202,9 @@ class _DynamicSharder:
         options: dict[str, Any] = {"device": "meta", "optimizer": collection.optimizer}
         if isinstance(collection, emblib_collections.EmbeddingBagCollection):
             options["is_weighted"] = collection.is_weighted()
-            return emblib_collections.EmbeddingBagCollection(configs, **options)
+            return EmbeddingBagCollection(configs, **options)
         options["need_indices"] = collection.need_indices()
-        return emblib_collections.EmbeddingCollection(configs, **options)
+        return EmbeddingCollection(configs, **options)
 
     def shard(
         self,

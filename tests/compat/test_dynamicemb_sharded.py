@@ -393,6 +393,9 @@ def pooled(ranks: RankGroup) -> None:
     alone = sharders[0].shard(again, plan.plan[""], ShardingEnv(ranks))
     assert alone.tables["a"].size() == 0
     assert isinstance(alone.state_dict()["embedding_bags.a.weight"], RowsLeftToDump)
+    (shard,) = alone.state_dict()["embedding_bags.b.weight"].local_shards()
+    assert shard.tensor.shape == (500, DIM)
+    assert alone.create_context() is not None
 
 
 def test_get_planner_and_bags() -> None:
