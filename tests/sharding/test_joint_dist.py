@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from emblib import KeyedJaggedTensor, optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.sharding.model_parallel import DistributedModelParallel
 from emblib.sharding.pipelines.inputs import sharded_modules
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.sharding.sharding_types import row_wise, table_wise
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import Batch, Case, batches_of, make_batch, plain_loop, values_of
@@ -90,6 +91,8 @@ class Several(nn.Module):
 
     def forward(self, batches: Any, *, other: Any = None) -> list[Tensor]:
         """Return the output of every part."""
+        if self.mode == "fails":
+            raise KeyError(self.mode)
         if self.mode == "changes":
             batches[0].values().remainder_(7)
         found = []
@@ -246,6 +249,27 @@ def test_an_input_that_changes_after_it_was_sent_is_told() -> None:
         assert next_is_right
         assert "the model changed the input of parts.0 in place" in message
         assert "joint_dist.enabled = False" in message
+
+
+def _fails_before_its_lookups(ranks: RankGroup, failing_ranks: tuple[int, ...]) -> str:
+    """Some ranks fail in the second forward, before its lookups, and go on to the next batch."""
+    ranks = RankGroup(subgroup(ranks))  # the test may leave it unfit
+    model = _several(ranks)
+    try:
+        for step in range(4):
+            model.module.mode = "fails" if step == 1 and ranks.rank in failing_ranks else ""
+            with contextlib.suppress(KeyError):
+                sum(out.sum() for out in model(_batches(ranks, step))).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(worlds.ON_GPUS, reason="ranks on GPUs compare no headers")
+def test_ranks_that_fail_before_their_lookups_stay_in_step_or_are_told() -> None:
+    assert worlds.run(2, _fails_before_its_lookups, (0, 1)) == ["", ""]
+    for message in worlds.run(2, _fails_before_its_lookups, (1,)):
+        assert "an error ended the step of rank 1 before its backward" in message
 
 
 def _keeps_changing(ranks: RankGroup) -> tuple[list[str], dict[str, str]]:

@@ -117,7 +117,7 @@ class _RunningForward:
         sent_versions: version counters of the sent inputs, by number of the call.
         ids: ids in flight, by number of the call.
         waiting: numbers of the calls that were sent and not made yet, by module.
-        outputs: functions that return the output of a call, by its number.
+        outputs: functions that return the output of a call, by its number; None before the lookup.
     """
 
     arguments: Arguments
@@ -130,7 +130,7 @@ class _RunningForward:
     sent_versions: list[tuple[int, ...]] = field(default_factory=list)
     ids: list[Awaitable[Any]] = field(default_factory=list)
     waiting: dict[Any, deque[int]] = field(default_factory=dict)
-    outputs: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    outputs: dict[int, Callable[[], Any]] | None = None
 
 
 class JointDist:
@@ -181,6 +181,7 @@ class JointDist:
         nothing if `enabled` is False, on one rank, while a pipeline sends the ids, or if no inputs
         of this mode can be sent.
         """
+        self._finish_failed()
         self.abandon()
         if not self.enabled or self._ranks.size == 1 or not self._names:
             return
@@ -280,7 +281,8 @@ class JointDist:
                 "in the first forward of this mode, after which it exchanges with other "
                 "collections: set joint_dist.enabled = False of the model on all ranks"
             )
-        if not running.outputs:
+        if running.outputs is None:
+            running.outputs = {}
             joint_calls = [i for i, call in enumerate(mode_calls) if not call.is_separate]
             outputs = in_grad_mode(_look_up, enabled=running.with_grad)(running, joint_calls)
             running.outputs = dict(zip(joint_calls, outputs, strict=True))
@@ -301,6 +303,20 @@ class JointDist:
         elif any(running.waiting.values()):
             self._left_out |= {module for module, calls in running.waiting.items() if calls}
             running.mode.made_other_calls = True  # all ranks search the next forward
+
+    def _finish_failed(self) -> None:
+        """Look up the batches of a forward that failed before it called its collections.
+
+        Other ranks that have not failed wait for the rows, which follow the ids without a header.
+        The next header then tells all ranks that they are not in step.
+        """
+        running = self._running
+        if running is None:
+            return
+        mode_calls = running.mode.calls or ()  # none in a searched forward
+        for index in sorted(index for calls in running.waiting.values() for index in calls):
+            if running.outputs is None or mode_calls[index].is_separate:
+                self._output(running, index).wait()
 
     def abandon(self) -> None:
         """Forget the running forward, e.g. after it has failed; ranks compare nothing."""
