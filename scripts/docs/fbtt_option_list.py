@@ -20,7 +20,7 @@ ARGUMENTS = (
     Option(
         "num_embeddings",
         "`TTSpec(rows=)`",
-        "Ids outside [0, rows) are reported and read row 0 "
+        "The id -1 is skipped. Others outside [0, rows) are reported and read row 0 "
         "(there: memory outside the cores, or a row of the padding)",
     ),
     Option("embedding_dim", "`TTSpec(dim=)`", "Any dim (there: multiples of 4)"),
