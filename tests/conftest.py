@@ -38,6 +38,19 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make tensors on the device of the test by default."""
+    with device:
+        yield
+
+
+@pytest.fixture
+def seeded_on_device(on_device: None) -> None:
+    """Seed torch, and make tensors on the device of the test by default."""
+    torch.manual_seed(0)
+
+
 @contextmanager
 def host_waits() -> Iterator[list[str]]:
     """Return a list of the waits of the host for CUDA devices; it is filled at the end.

@@ -1,7 +1,7 @@
 """Tensor-train ops against the reference: shapes of every kind, determinism, errors, opcheck."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -21,10 +21,7 @@ from emblib.tt.shapes import inverse
 ops = torch.ops.emblib
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 NOT_CHECKED = "values of tensors on a GPU are not checked, which would wait for it"

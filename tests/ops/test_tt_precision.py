@@ -1,6 +1,5 @@
 """Tensor-train ops on cores in 16 bits: the bits of float32 cores of equal values, then rounded."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 SEEDS = (-1, 7)  # to nearest, and stochastically
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def narrow(case: Case, seed: int, dtype: torch.dtype) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Several tensor trains in one module: the bits are those of a module per table."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -26,11 +26,7 @@ OPTIMIZERS = [optim.SGD(0.1), optim.Adagrad(0.1), optim.RowwiseAdagrad(0.1), opt
 Make = type[TableBatchedTTEmbeddingBags]
 
 
-@pytest.fixture(autouse=True)
-def _seeded_on_device(device: torch.device) -> Iterator[None]:
-    torch.manual_seed(0)
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("seeded_on_device")
 
 
 class Features:

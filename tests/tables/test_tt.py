@@ -3,7 +3,7 @@
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,11 +27,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _seeded_on_device(device: torch.device) -> Iterator[None]:
-    torch.manual_seed(0)
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("seeded_on_device")
 
 
 def batch(dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:

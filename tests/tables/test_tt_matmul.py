@@ -1,7 +1,6 @@
 """`Precision(matmul=...)`: how exact products of cores are, on every device and kind of table."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,10 +17,7 @@ BITS = {"float32": 21, "tf32": 11, "bf16": 8}
 SPECS = [TTSpec(500, 16, (8, 8)), TTSpec(90, 16, (4, 6))]
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def is_gpu() -> bool:

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,11 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 ROUNDED = StochasticRounding(seed=5)
 
 
-@pytest.fixture(autouse=True)
-def _seeded_on_device(device: torch.device) -> Iterator[None]:
-    torch.manual_seed(0)
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("seeded_on_device")
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -25,11 +24,7 @@ SPECS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _seeded_on_device(device: torch.device) -> Iterator[None]:
-    torch.manual_seed(0)
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("seeded_on_device")
 
 
 def expanded(made: Decomposition) -> Tensor:

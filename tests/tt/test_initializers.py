@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,7 @@ from emblib.tt.initializers import FBTT_INITIALIZERS, INITIALIZERS, find_initial
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
 
 
-@pytest.fixture(autouse=True)
-def _seeded_on_device(device: torch.device) -> Iterator[None]:
-    torch.manual_seed(0)
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("seeded_on_device")
 
 
 @pytest.mark.parametrize("init", INITIALIZERS)

@@ -24,6 +24,7 @@ from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops.autograd import is_fused
 from emblib.optim import Optimizer
 from emblib.specs import check_module
+from emblib.tables import state_dicts
 from emblib.tables.base import FusedTables
 from emblib.tables.hyperparameters import group_entries_of
 
@@ -182,12 +183,7 @@ class FusedOptimizer(KeyedOptimizer):
         }
         modules_and_states = []
         for path, module in self._modules_by_path.items():
-            prefix = _join_path(path, "")
-            states = {
-                name.removeprefix(prefix): values
-                for name, values in state.items()
-                if name.startswith(prefix)
-            }
+            states = state_dicts.entries_under(_join_path(path, ""), state)
             module.check_optimizer_state(states)
             modules_and_states.append((module, states))
         return modules_and_states

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from emblib.tables.durable_files import (
     flush_directory,
+    json_checksum,
     lock_file,
     make_directory,
     open_fresh,
@@ -206,7 +207,7 @@ class Writer:
         }
         flush_directory(self.directory)
         path = self.directory / self.part.manifest
-        replace_json(path, {"content": manifest, "checksum": _checksum(manifest)})
+        replace_json(path, {"content": manifest, "checksum": json_checksum(manifest)})
         flush_directory(self.directory)
         self._delete_files(keep={path.name, *self._names})
 
@@ -297,7 +298,7 @@ class PartReader:
         except (ValueError, RecursionError) as error:
             raise DumpError(f"{path} is damaged: it cannot be read ({error})") from error
         self.content: dict[str, Any] = entry_of(path, manifest, "content", dict)
-        if entry_of(path, manifest, "checksum", int) != _checksum(self.content):
+        if entry_of(path, manifest, "checksum", int) != json_checksum(self.content):
             raise DumpError(f"{path} is damaged: its checksum is wrong")
         format_and_order = tuple(
             entry_of(path, self.content, name, kind)
@@ -416,10 +417,6 @@ def _dump_identity(content: dict[str, Any]) -> str:
 
 _PART_FILE = re.compile(r"part_(\d{5})_of_(\d{5})\.")
 _ARRAY_FILE = re.compile(r"\.(\d+)\.\d+\.bin$")
-
-
-def _checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _descriptions(tree: Any) -> Iterator[dict[str, Any]]:

@@ -500,13 +500,7 @@ def load_module_state(collection: ShardedCollection, state: Mapping[str, Tensor]
     """
     tables_and_values = []
     for table in _tables_of(collection):
-        prefix = f"{table.name}."
-        values = {
-            name.removeprefix(prefix): value
-            for name, value in state.items()
-            if name.startswith(prefix)
-        }
-        tables_and_values.append((table, values))
+        tables_and_values.append((table, state_dicts.entries_under(f"{table.name}.", state)))
     for table, values in tables_and_values:
         table.check_parameters(values)
     for table, values in tables_and_values:
@@ -674,11 +668,7 @@ class StateOfTables(nn.Module):
     ) -> None:
         missing, unexpected, errors = arguments[2:]
         handles_prefix = f"{prefix}{self.handles_name}."
-        values = {
-            key.removeprefix(handles_prefix): value
-            for key, value in state_dict.items()
-            if key.startswith(handles_prefix)
-        }
+        values = state_dicts.entries_under(handles_prefix, state_dict)
         collection: Any = self
         missing_names, unexpected_names = compare_names(collection, values.keys())
         shared_prefixes = tuple(
@@ -770,9 +760,4 @@ class StateOfTables(nn.Module):
         self, state: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, Mapping[str, Tensor]]:
         """Return the states of tables, by names without the prefix of the collection."""
-        handles_prefix = f"{self.handles_name}."
-        return {
-            key.removeprefix(handles_prefix): value
-            for key, value in state.items()
-            if key.startswith(handles_prefix)
-        }
+        return state_dicts.entries_under(f"{self.handles_name}.", state)
