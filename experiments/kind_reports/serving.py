@@ -122,7 +122,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
         cell_rows = rows[rows["cell"] == cell]
         lines = list(_lines(cell_rows))
         loads = sorted({load for line in lines for load in line["p99"]})
-        title = f"Requests of {_describe_request(rows, cell_rows)}"
+        title = _title("Requests of {}", rows, cell_rows)
         table = _latency_table(run, lines, loads)
         titled_tables.append(TitledTable(title, "Latencies and rates of requests.", table))
     starts = run.frame("cold_starts")
@@ -140,12 +140,11 @@ def tables(run: Run) -> Sequence[TitledTable]:
     return titled_tables
 
 
-def _describe_request(rows: pd.DataFrame, cell_rows: pd.DataFrame) -> str:
-    """Return the samples per request of a cell, and what else differs from the cells in `rows`."""
+def _title(form: str, rows: pd.DataFrame, cell_rows: pd.DataFrame) -> str:
+    """Return `form` with the samples per request of a cell, and its values of other varied axes."""
     first, other_axes = cell_rows.iloc[0], [axis for axis in varied_axes(rows) if axis != "B"]
-    return ", ".join(
-        filter(None, [text.count(first["B"], "sample"), text.point(first, other_axes)])
-    )
+    title = form.format(text.count(first["B"], "sample"))
+    return ", ".join(filter(None, [title, text.point(first, other_axes)]))
 
 
 def _lines(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -208,7 +207,7 @@ def figures(run: Run) -> list[Figure]:
         x_scale = Scale("thousand samples answered per second", log=10)
         y_scale = Scale("p99, from arrival to answer", log=10, format_tick=text.seconds)
         drawing = curves(lines, x_scale, y_scale, name_position="below", columns=3)
-        title = f"{_describe_request(rows, cell_rows)} per request"
+        title = _title("{} per request", rows, cell_rows)
         panels.append(Panel(title, drawing, 1.3 * WIDTH, 1.2 * HEIGHT))
     clients = text.count(rows["clients"].max(), "client")
     loads = text.listed([text.percent(load, 2) for load in sorted(rows["load"].unique())])
