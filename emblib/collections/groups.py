@@ -171,6 +171,9 @@ class TableGroups(nn.Module):
     """
 
     _only_module: Any
+    returns_sums_of_means = False
+    """Whether the caller divides sums, and converts them to `output_dtype`: they are float32, since
+    sums may be out of the range of a 16-bit mean."""
 
     def __init__(
         self,
@@ -385,11 +388,12 @@ class TableGroups(nn.Module):
         """Set the dtype of outputs: float32, float16 or bfloat16; else raise ValueError."""
         check_float_dtype("output_dtype", dtype)
         self.output_dtype = dtype
+        module_dtype = torch.float32 if self.returns_sums_of_means else dtype
         modules: list[Any] = list(self._table_modules)
         for module in modules:
-            module.output_dtype = dtype
+            module.output_dtype = module_dtype
             if hasattr(module, "precision"):
-                module.precision = replace(module.precision, output=dtype)
+                module.precision = replace(module.precision, output=module_dtype)
 
     def set_bounds_check(self, bounds_check: BoundsCheck, features: Sequence[str]) -> None:
         """Set the reaction to invalid indices, and the feature names of the units for reports."""

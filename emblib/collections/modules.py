@@ -551,6 +551,8 @@ class EmbeddingBagCollection(TableCollection):
             for u, unit in enumerate(self._units)
             if divides[u] and bounds_output(self.configs[unit.table])
         ]
+        groups.returns_sums_of_means = any(divides)
+        groups.set_output_dtype(groups.output_dtype)
         needs_order = any(divides) or groups.order != list(range(len(self._units)))
         self._column_order = ColumnOrder(groups, divides) if needs_order else None
 
@@ -587,7 +589,7 @@ class EmbeddingBagCollection(TableCollection):
             output = groups.forward(batch.values(), batch.offsets(), weights, id_counts=id_counts)
         if self._column_order is not None:
             output = self._column_order(output, batch)
-            output = clip_blocks(output, self._columns, self._mean_rules())
+            output = clip_blocks(output, self._columns, self._mean_rules()).to(groups.output_dtype)
         return KeyedTensor(self._names, self._columns, output)
 
     def _needs_division(self, unit: TableFeature) -> bool:
@@ -631,7 +633,7 @@ class EmbeddingBagCollection(TableCollection):
             if inverse_indices is not None:
                 block = block.index_select(0, inverse_indices[row_by_feature[unit.feature]])
             blocks_by_unit[unit_index] = block
-        return torch.cat(blocks_by_unit, 1)
+        return torch.cat(blocks_by_unit, 1).to(groups.output_dtype)
 
     def _with_configs(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         return type(self)(

@@ -108,6 +108,23 @@ def test_training_after_an_evaluation_in_inference_mode(dtype: torch.dtype) -> N
     assert torch.allclose(bags.embedding_bags["b"].weight[2], before[2] - 0.1)
 
 
+@pytest.mark.parametrize("variable", [False, True])
+def test_means_in_16_bits_do_not_overflow_with_tables_of_sums(variable: bool) -> None:
+    tables = [EmbeddingBagConfig(2, 4, "m", pooling="mean"), EmbeddingBagConfig(2, 4, "s")]
+    bags = EmbeddingBagCollection(tables)
+    nn.init.constant_(bags.embedding_bags["m"].weight, 300.0)
+    bags.groups.set_output_dtype(torch.float16)
+    batch = KeyedJaggedTensor(
+        ["m", "s"],
+        torch.zeros(251, dtype=torch.int64),
+        lengths=torch.tensor([250, 1]),
+        stride_per_key_per_rank=[[1], [1]] if variable else None,
+    )
+    means = bags(batch)["m"]
+    assert means.dtype is torch.float16
+    assert means.tolist() == [[300.0] * 4]
+
+
 def test_dtypes_of_ids() -> None:
     configs = bag_configs(("plain", "tt", "dynamic"))
     collection = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
