@@ -13,6 +13,7 @@ from emblib import DynamicEmbeddingBags, DynamicSpec
 from emblib.dynamic.saving import dump_tables, dumps, entries, snapshots
 from emblib.dynamic.saving.dump_tables import Header
 from emblib.dynamic.saving.dumps import DumpError, DumpProgress, Part, Writer
+from emblib.tables.durable_files import json_checksum
 from tests.dynamic import dump_kills
 from tests.dynamic.entry_cases import assert_same, make, only, table
 from tests.tables.kills import run_alone
@@ -113,9 +114,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     path = next(tmp_path.glob("*.json"))
     saved = json.loads(path.read_text())
     saved["content"]["format"] = 99
-    from emblib.dynamic.saving.dumps import _checksum
-
-    saved["checksum"] = _checksum(saved["content"])
+    saved["checksum"] = json_checksum(saved["content"])
     path.write_text(json.dumps(saved))
     with pytest.raises(DumpError, match="is of format 99"):
         dump_tables.read(tmp_path)
@@ -229,7 +228,7 @@ def test_a_manifest_that_leads_elsewhere_is_refused(
     path = directory / "part_00000_of_00001.json"
     content = json.loads(path.read_text())["content"]
     content["tables"][0]["arrays"]["keys"][key] = value
-    path.write_text(json.dumps({"content": content, "checksum": dumps._checksum(content)}))
+    path.write_text(json.dumps({"content": content, "checksum": json_checksum(content)}))
     with pytest.raises(DumpError, match="is damaged"):
         dump_tables.read(directory)
 
@@ -240,7 +239,7 @@ def test_a_manifest_without_its_beginning_is_refused(key: str, tmp_path: Path) -
     path = tmp_path / "part_00000_of_00001.json"
     content = json.loads(path.read_text())["content"]
     del content[key]
-    path.write_text(json.dumps({"content": content, "checksum": dumps._checksum(content)}))
+    path.write_text(json.dumps({"content": content, "checksum": json_checksum(content)}))
     with pytest.raises(DumpError, match=f"lacks {key!r}"):
         dump_tables.read(tmp_path)
 
@@ -255,7 +254,7 @@ def rewrite(path: Path, where: list[Any], value: object) -> None:
         del tree[where[-1]]
     else:
         tree[where[-1]] = value
-    saved["checksum"] = dumps._checksum(saved["content"])
+    saved["checksum"] = json_checksum(saved["content"])
     path.write_text(json.dumps(saved))
 
 

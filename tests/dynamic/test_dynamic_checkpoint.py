@@ -25,10 +25,11 @@ from emblib import (
 )
 from emblib.checkpoints import set_table_entries, table_entries
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.saving import dumps, snapshots
+from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.dumps import DumpError
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from emblib.ops.hash import TABLE_FIELDS, Keys
+from emblib.tables.durable_files import json_checksum
 from tests.dynamic.dynamic_cases import (
     EVICTIONS,
     admitting,
@@ -480,7 +481,7 @@ def test_what_a_dump_lacks_of_admission_and_scores_changes_nothing(tmp_path: Pat
             saved["others"] = {**json.loads(text)["content"]["others"], name: wrong}
             if wrong is ...:
                 del saved["others"][name]
-            file.write_text(json.dumps({"content": saved, "checksum": dumps._checksum(saved)}))
+            file.write_text(json.dumps({"content": saved, "checksum": json_checksum(saved)}))
             with pytest.raises(DumpError, match=r"lacks|must be"):
                 other.load(tmp_path)
             assert_same_states(states, other.state_dict())
