@@ -147,6 +147,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
+  // Find the keys of a training batch, and record their uses, before `hash_insert_batch_`. Return
+  // the slots of its distinct keys, then key, number of uses and table of those without one.
+  m.def(
+      "hash_touch_batch_(Tensor(a!)[] index, Tensor features, Tensor ids, Tensor offsets,"
+      " Tensor tables, Tensor? batch_scores, int order) -> Tensor[]");
   // Insert the keys of a training batch and group its lookups in one call, on the CPU. Return
   // [offsets, starts, slots, rows, segments, lookups, bags, count], then, if keys were missing, the
   // status of every position. The groups are like those of `tbe_group`, but not in ascending order
@@ -156,7 +161,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"
       " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
-      " Tensor layout, Tensor rules, int seed) -> Tensor[]");
+      " Tensor layout, Tensor rules, int seed, Tensor? fallback=None, Tensor? touched=None,"
+      " Tensor? admitted=None) -> Tensor[]");
   // Remove keys. Return the slots that they had.
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   // Remove the keys of a range of buckets that were last used before clock `before`.

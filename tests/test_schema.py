@@ -29,6 +29,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_find": key_table.HashModel.find,
     "hash_find_batch": "hash_find, whose reference it has",
     "hash_touch_": "HashModel.touch, then HashModel.misses of reference.hash",
+    "hash_touch_batch_": "hash_touch_, whose reference it has",
     "hash_grow_": key_table.HashModel.grow,
     "hash_insert_": key_table.HashModel.insert,
     "hash_insert_batch_": "hash_touch_, hash_insert_, hash_initial_rows_ and tbe_group, whose "
@@ -92,6 +93,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
     "hash_find_batch": "like hash_insert_batch_",
+    "hash_touch_batch_": "like hash_insert_batch_",
     "hash_insert_batch_": "a GPU must not wait for the host, which chooses between it and others",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
     "tier_swap_": "on a GPU rows are packed by several ops, since the host waits for them anyway",

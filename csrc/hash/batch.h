@@ -1,6 +1,5 @@
-// The steps by which one op inserts a training batch and groups its lookups on the CPU, if every
-// missing key is admitted. Ids repeat within a batch, so every step except the first and the last
-// works on distinct keys:
+// The steps by which one op inserts a training batch and groups its lookups on the CPU. Ids repeat
+// within a batch, so every step except the first and the last works on distinct keys:
 //   (1) Number the keys of each table in the order of their first positions (DistinctKeys).
 //   (2) Find the keys, and touch the hits (touch_keys).
 //   (3) Insert the missing keys (MissingKeys), and write the initial values of their rows.
@@ -106,6 +105,8 @@ class FallbackRows {
                       rows_[2 * t + 1], " from row ", rows_[2 * t], " on");
     }
   }
+
+  bool is_null() const { return rows_ == nullptr; }
 
   // Replace kNoSlot in `slots` [n] by the fallback row of the key, in tables that have any.
   void replace_missing(const HashBatch& batch, int64_t* slots) const {
@@ -316,17 +317,28 @@ void parallel_keys(const DistinctKeys& distinct, const Body& body) {
       HashBatch(distinct.keys.get(), distinct.first_keys.data(), tables.data(), num_tables), body);
 }
 
-// Begin the batch: advance the clock, find the distinct keys, and update the entries of hits. Write
-// the slot of each distinct key to `slots` [num_keys()], kNoSlot for a missing key.
-inline void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
-  const HashIndex& index = call.index;
+// Begin the batch: advance the clock, find the distinct keys, update the entries of hits, and count
+// lookups and hits in the index. Write the slot of each distinct key to `slots` [num_keys()],
+// kNoSlot for a missing key.
+inline void touch_keys(const HashIndex& index, const HashScoring& scoring,
+                       const TableSegments& table_segments, const DistinctKeys& distinct,
+                       int64_t* slots) {
   const int64_t stamp = ++*index.clock;
   parallel_keys(distinct, [&](int64_t t, int64_t begin, int64_t end) {
-    const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
-                          distinct.uses.get() + begin, index.queues_of(t)};
+    const HashTouch touch{scoring.order, stamp, scoring.score_of(t), distinct.uses.get() + begin,
+                          index.queues_of(t)};
     hash_find_kernels().find(index.table(t), distinct.keys.get() + begin, end - begin, &touch,
                              slots + begin);
   });
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    int64_t num_hits = 0;  // positions
+    for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+      num_hits += slots[k] == kNoSlot ? 0 : distinct.uses[k];
+    }
+    index.counter(t, HashCounter::kLookups) +=
+        table_segments.positions_before[t + 1] - table_segments.positions_before[t];
+    index.counter(t, HashCounter::kHits) += num_hits;
+  }
 }
 
 // The missing keys of a batch, and their insertion. All arrays are by miss.
@@ -339,34 +351,28 @@ struct MissingKeys {
   std::vector<int64_t> slots;
   std::vector<uint8_t> status;
 
-  // Collect the keys without a slot in `key_slots`, the result of touch_keys, and count lookups and
-  // hits in the index. Write offsets[1] to offsets[T], see Misses; offsets[0] must be 0.
-  MissingKeys(const HashBatchCall& call, const TableSegments& table_segments,
-              const DistinctKeys& distinct, const int64_t* key_slots, int64_t* offsets) {
-    for (int64_t t = 0; t < call.index.num_tables; ++t) {
-      int64_t num_missing = 0;  // positions
+  // Collect the keys without a slot in `key_slots`, the result of touch_keys. Write offsets[1] to
+  // offsets[T], see Misses; offsets[0] must be 0.
+  MissingKeys(int64_t num_tables, const DistinctKeys& distinct, const int64_t* key_slots,
+              int64_t* offsets) {
+    for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
         if (key_slots[k] >= 0) continue;
         key_indices.push_back(k);
         uses.push_back(distinct.uses[k]);
-        num_missing += distinct.uses[k];
       }
       offsets[t + 1] = static_cast<int64_t>(key_indices.size());
-      const int64_t num_positions =
-          table_segments.positions_before[t + 1] - table_segments.positions_before[t];
-      call.index.counter(t, HashCounter::kLookups) += num_positions;
-      call.index.counter(t, HashCounter::kHits) += num_positions - num_missing;
     }
     slots.resize(key_indices.size());
     status.resize(key_indices.size());
   }
 
-  // Insert the missing keys. Write the evicted entries to `evicted`, three words per miss as in
-  // HashInsertion, unless it is null.
+  // Insert the missing keys that are admitted, by miss; null admits all. Write the evicted entries
+  // to `evicted`, three words per miss as in HashInsertion, unless it is null.
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
-              int64_t* evicted) {
+              const bool* admitted, int64_t* evicted) {
     insert_misses(call.index, call.scoring, call.must_compete,
-                  Misses(call.index.num_tables, offsets),
+                  Misses(call.index.num_tables, offsets, admitted),
                   {distinct.keys.get(), key_indices.data(), uses.data(), slots.data(),
                    status.data(), evicted});
   }

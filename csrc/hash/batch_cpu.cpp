@@ -1,7 +1,8 @@
-// `hash_find_batch` and `hash_insert_batch_` on the CPU. The first checks the offsets of a batch
-// and finds its keys. The second inserts a training batch and groups its lookups, by the steps of
-// batch.h. It changes the index and the rows exactly as hash_touch_, hash_insert_ and
-// hash_initial_rows_ would. Both *decline* some batches: then they change nothing and return an
+// `hash_find_batch`, `hash_touch_batch_` and `hash_insert_batch_` on the CPU. The first checks the
+// offsets of a batch and finds its keys. The last inserts a training batch and groups its lookups,
+// by the steps of batch.h; if the caller decides which keys to admit, hash_touch_batch_ makes the
+// steps (1) and (2) before. They change the index and the rows exactly as hash_touch_, hash_insert_
+// and hash_initial_rows_ would. They *decline* some batches: then they change nothing and return an
 // empty list.
 #include <torch/csrc/stable/library.h>
 
@@ -30,44 +31,125 @@ std::vector<Tensor> hash_find_batch(std::vector<Tensor> tensors, const Tensor& f
   return {call.offsets, call.starts, slots};
 }
 
-// Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
-// random numbers of initial rows, as in hash_initial_rows_. Return [offsets, starts, slots, rows,
-// segments, lookups, bags, count]; the first two are members of BagsOfKeys, the others of
-// BatchGroups. If keys were missing, the status of the key of each position follows, uint8 [n].
+// Touch the keys of a batch that hash_insert_batch_ will insert. Return [touched, keys, uses,
+// tables]: the slot of each distinct key, int64 [num_keys], in the order of DistinctKeys, kNoSlot
+// for a missing key; then of each missing key, in this order, the key, the number of its positions
+// and its table, int64 [m] each.
 //
 // The op declines a batch without bags, a batch whose offsets do not ascend from 0 to n or whose
-// tables are not balanced (is_balanced), and a batch for which a table may have to grow. It then
-// changes nothing and returns an empty list.
-std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
-                                       const Tensor& features, const Tensor& ids,
-                                       const Tensor& offsets, const Tensor& tables,
-                                       std::optional<Tensor> batch_scores, int64_t order,
-                                       int64_t insert_policy, const Tensor& layout,
-                                       const Tensor& rules, int64_t seed) {
-  const HashBatchCall call("hash_insert_batch_", tensors, row_buffers, features, ids, offsets,
-                           tables, batch_scores, order, insert_policy, layout, rules);
+// tables are not balanced (is_balanced), and a batch for which a table may have to grow.
+std::vector<Tensor> hash_touch_batch_(std::vector<Tensor> tensors, const Tensor& features,
+                                      const Tensor& ids, const Tensor& offsets,
+                                      const Tensor& tables, std::optional<Tensor> batch_scores,
+                                      int64_t order) {
+  const char* op = "hash_touch_batch_";
+  const BagsOfKeys call(op, tensors, features, ids, offsets, tables);
+  const HashScoring scoring(op, call.index, order, batch_scores, ids);
   if (!call.has_valid_offsets) return {};
   const TableSegments table_segments(call.batch, call.index.num_tables);
   if (!table_segments.is_balanced()) return {};
   const DistinctKeys distinct(call.batch, table_segments, call.index);
   if (!fits_without_growth(call.index, distinct)) return {};
+  const Tensor touched = allocate(ids, {distinct.num_keys()});
+  const Scratch<int64_t> missing = new_scratch<int64_t>(3 * distinct.num_keys());
+  int64_t* slots = touched.mutable_data_ptr<int64_t>();
+  touch_keys(call.index, scoring, table_segments, distinct, slots);
+  int64_t num_missing = 0;
+  for (int64_t t = 0; t < call.index.num_tables; ++t) {
+    for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+      if (slots[k] != kNoSlot) continue;
+      int64_t* key = missing.get() + 3 * num_missing++;
+      key[0] = distinct.keys[k], key[1] = distinct.uses[k], key[2] = t;
+    }
+  }
+  std::vector<Tensor> results{touched};
+  for (int column = 0; column < 3; ++column) {
+    results.push_back(allocate(ids, {num_missing}));
+    int64_t* out = results.back().mutable_data_ptr<int64_t>();
+    for (int64_t miss = 0; miss < num_missing; ++miss) out[miss] = missing[3 * miss + column];
+  }
+  return results;
+}
+
+// Return the data of `admitted`, bool by missing key, or null if it is null. Check it and
+// `touched`, a result of hash_touch_batch_ for the batch.
+const bool* checked_admission(const char* op, const HashIndex& index, const DistinctKeys& distinct,
+                              const Tensor& touched, const std::optional<Tensor>& admitted) {
+  const auto* slots = required_array<int64_t>(op, "touched", touched, distinct.num_keys(), touched);
+  int64_t num_missing = 0;
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    const int64_t num_slots = index.field(t, HashTableColumn::kBuckets) * kBucketSlots;
+    for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+      STD_TORCH_CHECK(slots[k] >= kNoSlot && slots[k] < num_slots, op,
+                      ": touched must be slots of table ", t, ", below ", num_slots, ", got ",
+                      slots[k]);
+      num_missing += slots[k] == kNoSlot;
+    }
+  }
+  if (!admitted.has_value()) return nullptr;
+  check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
+  check_same_device(op, "admitted", *admitted, touched);
+  STD_TORCH_CHECK(admitted->is_contiguous() && admitted->numel() == num_missing, op,
+                  ": admitted must be contiguous with one entry per missing key = ", num_missing,
+                  ", got ", admitted->numel());
+  return static_cast<const bool*>(admitted->const_data_ptr());
+}
+
+// Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` selects the
+// random numbers of initial rows, as in hash_initial_rows_. Return [offsets, starts, slots, rows,
+// segments, lookups, bags, count]; the first two are members of BagsOfKeys, the others of
+// BatchGroups. If keys were missing, the status of the key of each position follows, uint8 [n], and
+// unless `fallback` is null, `slots` with the fallback rows of keys that got no slot, see
+// FallbackRows.
+//
+// `touched` is the result of hash_touch_batch_ for this batch, and `admitted` tells which of its
+// missing keys are inserted; null inserts all. If `touched` is null, this op touches the keys, and
+// declines the batches that hash_touch_batch_ declines.
+std::vector<Tensor> hash_insert_batch_(
+    std::vector<Tensor> tensors, std::vector<Tensor> row_buffers, const Tensor& features,
+    const Tensor& ids, const Tensor& offsets, const Tensor& tables,
+    std::optional<Tensor> batch_scores, int64_t order, int64_t insert_policy, const Tensor& layout,
+    const Tensor& rules, int64_t seed, std::optional<Tensor> fallback,
+    std::optional<Tensor> touched, std::optional<Tensor> admitted) {
+  const char* op = "hash_insert_batch_";
+  STD_TORCH_CHECK(touched.has_value() || !admitted.has_value(), op, ": admitted needs touched");
+  const HashBatchCall call(op, tensors, row_buffers, features, ids, offsets, tables, batch_scores,
+                           order, insert_policy, layout, rules);
+  const FallbackRows fallback_rows(op, fallback, ids, call.index.num_tables);
+  if (!call.has_valid_offsets) return {};
+  const TableSegments table_segments(call.batch, call.index.num_tables);
+  if (!touched.has_value() && !table_segments.is_balanced()) return {};
+  const DistinctKeys distinct(call.batch, table_segments, call.index);
+  if (!touched.has_value() && !fits_without_growth(call.index, distinct)) return {};
   const BatchGroups groups(ids, call.n, distinct.num_keys());
+  const Tensor rows = allocate(ids, {fallback_rows.is_null() ? 0 : call.n});
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
-  touch_keys(call, distinct, key_slots.get());
+  const bool* is_admitted = nullptr;
+  if (touched.has_value()) {
+    is_admitted = checked_admission(op, call.index, distinct, *touched, admitted);
+    std::copy_n(touched->const_data_ptr<int64_t>(), distinct.num_keys(), key_slots.get());
+  } else {
+    touch_keys(call.index, call.scoring, table_segments, distinct, key_slots.get());
+  }
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, table_segments, distinct, key_slots.get(), miss_offsets);
+  MissingKeys missing(call.index.num_tables, distinct, key_slots.get(), miss_offsets);
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
   if (!missing.key_indices.empty()) {
     const BatchStatus status(ids, call.n, distinct.num_keys());
     results.push_back(status.by_position);
-    missing.insert(call, distinct, miss_offsets, nullptr);
+    missing.insert(call, distinct, miss_offsets, is_admitted, /*evicted=*/nullptr);
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets,
                     missing.slots.data(), seed);
     missing.write_slots(key_slots.get());
     status.write(call, table_segments, distinct, missing);
   }
   groups.write(call, table_segments, distinct, key_slots.get());
+  if (!missing.key_indices.empty() && !fallback_rows.is_null()) {
+    std::copy_n(groups.slots.const_data_ptr<int64_t>(), call.n, rows.mutable_data_ptr<int64_t>());
+    fallback_rows.replace_missing(call.batch, rows.mutable_data_ptr<int64_t>());
+    results.push_back(rows);
+  }
   return results;
 }
 
@@ -76,5 +158,6 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, hash_find_batch);
+  EMB_IMPL(m, emb, hash_touch_batch_);
   EMB_IMPL(m, emb, hash_insert_batch_);
 }

@@ -290,9 +290,9 @@ class Misses {
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
 
-  // The misses of `num_tables` tables, all admitted; `offsets` is not checked.
-  Misses(int64_t num_tables, const int64_t* offsets)
-      : n_(offsets[num_tables]), num_tables_(num_tables), offsets_(offsets) {}
+  // The misses of `num_tables` tables; nothing is checked.
+  Misses(int64_t num_tables, const int64_t* offsets, const bool* admitted)
+      : n_(offsets[num_tables]), num_tables_(num_tables), offsets_(offsets), admitted_(admitted) {}
 
   // Check that `offsets` ascend from 0 to at most n; on the CPU only.
   void check_offsets(const char* op) const {

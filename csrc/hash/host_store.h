@@ -133,7 +133,8 @@ class StorePut {
     index.counter(0, HashCounter::kLookups) += n;
     index.counter(0, HashCounter::kHits) += n - num_new_;
     const int64_t offsets[2] = {0, num_new_};
-    insert_misses(index, store_.scoring, /*must_compete=*/false, Misses(1, offsets),
+    insert_misses(index, store_.scoring, /*must_compete=*/false,
+                  Misses(1, offsets, /*admitted=*/nullptr),
                   {keys_.get(), new_positions_.get(), scores_.get(), new_slots_.get(),
                    status_.get(), evicted_.get()});
     for (int64_t i = 0; i < num_new_; ++i) slots_[new_positions_[i]] = new_slots_[i];

@@ -310,9 +310,9 @@ std::vector<Tensor> tier_insert_batch_(
   const BatchGroups groups(ids, call.n, distinct.num_keys());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.num_keys());
   const std::vector<int64_t> num_dropped = stores.write_back();
-  touch_keys(call, distinct, key_slots.get());
+  touch_keys(call.index, call.scoring, table_segments, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, table_segments, distinct, key_slots.get(), miss_offsets);
+  MissingKeys missing(call.index.num_tables, distinct, key_slots.get(), miss_offsets);
   std::vector<Tensor> miss_results;
   if (!missing.key_indices.empty() || !num_dropped.empty()) {
     const StoredMisses stored(call, stores, distinct, miss_offsets, &missing);
@@ -328,7 +328,7 @@ std::vector<Tensor> tier_insert_batch_(
     Tensor counts = allocate_words(ids, {num_tables, kNumTierCounts});
     std::vector<int64_t> new_slots(num_misses);  // by miss; kNoSlot for a key of the store
     miss_results.reserve(kNumMissResults + kNumMoveResults * num_tables);
-    missing.insert(call, distinct, miss_offsets, evicted.get());
+    missing.insert(call, distinct, miss_offsets, /*admitted=*/nullptr, evicted.get());
     for (int64_t t = 0; t < num_tables; ++t) {
       moves[t].swap(call, t, stores.stores[t], distinct, stored, miss_offsets[t], evicted.get(),
                     &missing);

@@ -420,6 +420,9 @@ class Admission(nn.Module):
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
         feature_tables: table of each feature of a batch; None is one feature per table. A
             `PerFeature` threshold must have one value for each feature of its table (not checked).
+
+    Attributes:
+        is_per_feature: whether a threshold differs between features of a table.
     """
 
     thresholds: Tensor  # int64 `[T + 1]`, largest threshold of each table, then 0
@@ -448,7 +451,7 @@ class Admission(nn.Module):
             _Sketches(sketched_tables, specs, device, hash_keys) if sketched_tables else None
         )
         table_thresholds = [spec.admission.threshold if spec.admission else 0 for spec in specs]
-        self._is_per_feature = any(isinstance(value, PerFeature) for value in table_thresholds)
+        self.is_per_feature = any(isinstance(value, PerFeature) for value in table_thresholds)
         max_thresholds = [spec.admission.max_threshold if spec.admission else 0 for spec in specs]
         for name, thresholds in (
             # The last threshold is for padding, whose result is ignored.
@@ -492,7 +495,7 @@ class Admission(nn.Module):
             tables = torch.where(in_store[:length], len(self.specs), missing_keys.tables)
             missing_keys = missing_keys._replace(tables=tables)
         thresholds = None
-        if self._is_per_feature:
+        if self.is_per_feature:
             thresholds = self._smallest_thresholds(keys, misses, length)
         is_admitted = self.decide(missing_keys, effects, thresholds)
         is_admitted = nn.functional.pad(is_admitted, (0, keys.ids.numel() - length))

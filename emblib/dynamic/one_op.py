@@ -1,21 +1,24 @@
 """Batches of dynamic tables whose keys one op finds or inserts, on the CPU.
 
-`insert_in_one_op` makes a training step of `emblib.dynamic.training` that needs no decision between
-its steps; `find_in_one_op` makes the search of a lookup that inserts nothing. Both return None for
-batches with invalid offsets and others that the op declines; the callers then use several ops.
+`insert_in_one_op` makes a training step of `emblib.dynamic.training`; if keys are admitted, another
+op finds the missing ones before. `find_in_one_op` makes the search of a lookup that inserts
+nothing. Both return None for batches with invalid offsets and others that the op declines; the
+callers then use several ops.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from emblib.dynamic.admission import Admission, MissingKeys
 from emblib.dynamic.rows import BatchReads
 from emblib.dynamic.state import DynamicState, LastBatch
 from emblib.dynamic.sweeps import StepExpiry
 from emblib.dynamic.tiers.placements import OneOpPlacement
+from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash, tiers
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys
@@ -47,9 +50,9 @@ class OneOpBatch(NamedTuple):
 
 
 def can_insert_in_one_op(state: DynamicState) -> bool:
-    """Return whether an insertion needs no decision between its steps, so that one op makes it."""
+    """Return whether one op can insert batches, after the admission of their missing keys."""
     return (
-        state.admission is None
+        (state.admission is None or _can_admit(state, state.admission))
         and can_find_in_one_op(state)
         and state.last_uses is None
         and state.eviction_log is None
@@ -57,6 +60,15 @@ def can_insert_in_one_op(state: DynamicState) -> bool:
         and state.budget is None
         and not state.on_new_rows
         and not state.reports_failures
+    )
+
+
+def _can_admit(state: DynamicState, admission: Admission) -> bool:
+    """Return whether an admission needs nothing but the missing keys of a batch."""
+    return (
+        state.backing is None
+        and not admission.is_per_feature
+        and not state.row_initializer.draws_unadmitted
     )
 
 
@@ -114,7 +126,9 @@ def insert_in_one_op(
 
     Raises:
         RuntimeError: a table has no score for its keys; nothing is changed.
-        ValueError: the clock returned a number that is not a time; nothing is changed.
+        ValueError: the clock returned a number that is not a time; nothing is changed. Or an
+            admission rule raised or returned something other than one bool per key; see
+            `Admission.admit`.
         Exception: the backing store or the clock raised it.
     """
     # Raises before anything is changed.
@@ -128,24 +142,22 @@ def insert_in_one_op(
 
     def insert() -> OneOpBatch | None:
         nonlocal placement
-        # When run again, `call_once` ignores its arguments, so the store need not make them again.
-        store_arguments = () if backing is None or len(effects) else backing.begin_batch()
         if expiry is not None:
             expiry.set_time()
         effects.restart()
         index.begin_insertion(effects)
+        batch = (arguments.features, ids, offsets, arguments.tables, scores)
+        last_arguments = _last_arguments(state, arguments, batch, effects)
+        if last_arguments is None:
+            return None
         results = effects.call_once(
             op,
             index.tensors(),
             arguments.row_buffers,
-            arguments.features,
-            ids,
-            offsets,
-            arguments.tables,
-            scores,
+            *batch,
             *arguments.policy_codes,
             *arguments.initial_values,
-            *store_arguments,
+            *last_arguments,
         )
         if not results:
             return None
@@ -169,14 +181,45 @@ def insert_in_one_op(
             expiry.run()
         if not miss_results:  # every key has a slot
             return OneOpBatch(keys, offsets32, slots, BatchReads(slots), groups)
-        reads = state.row_initializer.reads_of_slots(keys, slots)
-        if reads.is_fallback is None or not bool(reads.is_fallback.any()):
-            return OneOpBatch(keys, offsets32, slots, reads, groups)
-        # Several keys share a fallback row, so the groups by key are not those by row.
-        slots = torch.where(reads.is_fallback, reads.indices, slots)
-        return OneOpBatch(keys, offsets32, slots, reads, None)
+        has_rows = backing is None and arguments.fallback is not None
+        rows = miss_results[1] if has_rows else slots
+        reads = BatchReads(rows, is_fallback=rows != slots if has_rows else None)
+        if reads.is_fallback is not None and bool(reads.is_fallback.any()):
+            groups = None  # by key, but several keys share a fallback row
+        reads = state.row_initializer.with_default_rows(keys, reads)
+        return OneOpBatch(keys, offsets32, rows, reads, groups)
 
-    return state.lock.complete(insert, lambda: not len(effects))
+    # Abandoned after an admission alone, the batch has counted its keys.
+    return state.lock.complete(insert, lambda: not effects.has_called(op))
+
+
+def _last_arguments(
+    state: DynamicState, arguments: OneOpArguments, batch: Sequence[Any], effects: Effects
+) -> Sequence[Any] | None:
+    """Return the arguments of the op behind those of initial rows; None if it cannot insert.
+
+    With admission another op touches the keys of the batch, and those without a slot are admitted.
+    """
+    if state.backing is not None:
+        # When run again, `call_once` ignores its arguments, so the store need not make them again.
+        return () if len(effects) else state.backing.begin_batch()
+    if state.admission is None:
+        return (arguments.fallback,)
+    index, order = state.index.tensors(), arguments.policy_codes[0]
+    touched = effects.call_once(hash.hash_touch_batch_, index, *batch, order)
+    if not touched:
+        return None
+    slots, *missing = touched
+    return (arguments.fallback, slots, _admit(state.admission, MissingKeys(*missing), effects))
+
+
+@without_gradients
+def _admit(admission: Admission, missing_keys: MissingKeys, effects: Effects) -> Tensor | None:
+    """Return which of the missing keys of a batch to insert, bool `[m]`; None for all."""
+    if missing_keys.keys.numel():
+        return admission.decide(missing_keys, effects)
+    admission.skip_batch(effects)
+    return None
 
 
 def find_in_one_op(

@@ -353,6 +353,9 @@ class RowInitializer(nn.Module):
         layout: layout of the rows.
         seed: seed of their initial values.
         device: device of the rows.
+
+    Attributes:
+        draws_unadmitted: whether keys that are not admitted read random values in some table.
     """
 
     row_layout: Tensor  # int64 `[T, P, 5]`, see `InitialLayoutColumn`
@@ -367,7 +370,7 @@ class RowInitializer(nn.Module):
         self.seed = seed
         specs = layout.specs
         initializers = [spec.admission.reads if spec.admission else None for spec in specs]
-        self._draws_unadmitted = any(initializer is not None for initializer in initializers)
+        self.draws_unadmitted = any(initializer is not None for initializer in initializers)
         self._default_is_zero = all(spec.default_value == 0.0 for spec in specs)
         self._has_one_default = len({spec.default_value for spec in specs}) == 1
         unadmitted_rules = [
@@ -456,7 +459,7 @@ class RowInitializer(nn.Module):
             return BatchReads(inserted.slots)
         reads = self.with_fallback(keys, inserted.slots)
         slots = reads.indices
-        if not self._draws_unadmitted or inserted.result is None or not slots.numel():
+        if not self.draws_unadmitted or inserted.result is None or not slots.numel():
             return self.with_default_rows(keys, reads)
         status, groups = inserted.result.status, inserted.misses.groups
         is_unadmitted = status == hash.NOT_ADMITTED

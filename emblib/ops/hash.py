@@ -52,13 +52,22 @@ tensors are not checked.
   groups)` inserts misses: `ids` of the batch and the fields of its `Misses`; `totals` are their
   `counts`. Returns the fields of `InsertResult`, then slot and status by position, which are empty
   if `slots` and `groups` are None
+- `touch_batch_(index, features, ids, offsets, tables, batch_scores, order)`, on the CPU only,
+  touches the keys of a training batch before `insert_batch_`, for callers that decide which keys
+  they admit. Returns the slots of its distinct keys, table by table in the order of their first
+  positions, int64 `[K]`, -1 for a missing key; then key, number of uses and table of each missing
+  key in this order, int64 `[m]`. Returns an empty list, and changes nothing, where `insert_batch_`
+  does
 - `insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
-  insert_policy, layout, rules, seed)`, on the CPU only, is a training step in one call: it touches
-  and inserts the keys of a batch, admits all of them, and writes their initial rows as
-  `initial_rows_` does. Returns the results of `find_batch`, then the fields of
+  insert_policy, layout, rules, seed, fallback, touched, admitted)`, on the CPU only, is a training
+  step in one call: it touches and inserts the keys of a batch, and writes their initial rows as
+  `initial_rows_` does. `touched` is the first result of `touch_batch_` if that has touched the
+  keys, else None, and `admitted` bool `[m]` whether each missing key is inserted; None inserts all.
+  Returns the results of `find_batch`, with -1 also in tables with fallback rows, then the fields of
   `emblib.ops.tbe.Groups`, whose rows do not ascend here. If keys were missing, it also returns the
-  status of every position. Returns an empty list, and changes nothing, where `find_batch` does, if
-  a table may have to grow, or if a table has too many lookups for one thread
+  status of every position and, unless `fallback` is None, the slots with the fallback rows of keys
+  that got none. Without `touched` it returns an empty list, and changes nothing, where `find_batch`
+  does, if a table may have to grow, or if a table has too many lookups for one thread
 - `erase_(index, *batch)` removes keys and returns by position the slot that it emptied, -1 if the
   key is missing or an earlier position has removed it
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of these buckets that
@@ -232,6 +241,7 @@ MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED, STORED = map(int, InsertStatus)
 hash_find = torch.ops.emblib.hash_find.default
 hash_find_batch = torch.ops.emblib.hash_find_batch.default  # on the CPU only
 hash_touch_ = torch.ops.emblib.hash_touch_.default
+hash_touch_batch_ = torch.ops.emblib.hash_touch_batch_.default  # on the CPU only
 hash_grow_ = torch.ops.emblib.hash_grow_.default
 hash_insert_ = torch.ops.emblib.hash_insert_.default
 hash_insert_batch_ = torch.ops.emblib.hash_insert_batch_.default  # on the CPU only
@@ -320,6 +330,13 @@ def _(
         positions,
         torch.empty_like(positions, dtype=torch.uint8),
     )
+
+
+@torch.library.register_fake("emblib::hash_touch_batch_")
+def _(index: list[Tensor], features: Tensor, ids: Tensor, *rest: Any) -> list[Tensor]:
+    context = torch.library.get_ctx()
+    num_keys, num_missing = context.new_dynamic_size(), context.new_dynamic_size()
+    return [ids.new_empty(num_keys), *(ids.new_empty(num_missing) for _ in range(3))]
 
 
 @torch.library.register_fake("emblib::hash_insert_batch_")

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -322,6 +323,27 @@ def _hash_place(draw: random.Random) -> Call:
     return Call("hash_insert_", (*call, case.slots, groups), check)
 
 
+def _hash_touch_batch(draw: random.Random) -> Call:
+    case = _hash(draw)
+    ids, starts, tables = case.batch.keys
+    features = torch.zeros(tables.numel(), len(FeatureColumn), dtype=torch.int64)
+    model, positions = case.model, case.batch.positions
+
+    def check(arguments: Arguments, got: Any) -> None:
+        if got:
+            slots = model.touch(positions, [1] * len(positions), case.batch_scores)
+            missing = Counter(p for p, slot in zip(positions, slots, strict=True) if slot < 0)
+            _, keys, uses, tables_of_keys = (tensor.tolist() for tensor in got)
+            assert sorted(missing.items()) == sorted(
+                zip(zip(tables_of_keys, keys, strict=True), uses, strict=True)
+            )
+        return _same_index(arguments[0], model)
+
+    batch = (features, ids, starts, tables, case.batch.batch_scores)
+    call = (case.index, *batch, HASH_ORDER[case.tables.order])
+    return Call("hash_touch_batch_", call, check)
+
+
 def _hash_insert_batch(draw: random.Random, first_overflow: int | None = None) -> Call:
     """Return a batch; refused keys have no slot, or rows from `first_overflow` on per table."""
     case = _hash(draw)
@@ -353,7 +375,7 @@ def _hash_insert_batch(draw: random.Random, first_overflow: int | None = None) -
 
     codes = (HASH_ORDER[case.tables.order], INSERT_POLICY[case.tables.insert_policy])
     batch = (features, ids, offsets, tables, case.batch.batch_scores)
-    call = (case.index, [torch.zeros(64)], *batch, *codes, layout, rules, 5)
+    call = (case.index, [torch.zeros(64)], *batch, *codes, layout, rules, 5, None, None, None)
     return Call("hash_insert_batch_", call, check)
 
 
@@ -535,7 +557,7 @@ def _tier_insert_batch(draw: random.Random) -> Call:
     """Return a batch in front of empty stores, so that no row moves."""
     rows = 1 << 14
     plain = _hash_insert_batch(draw, first_overflow=rows // 2)
-    index, _, *rest, layout, rules, seed = plain.arguments
+    index, _, *rest, layout, rules, seed = plain.arguments[:12]
     num_tables = index[2].shape[0]
     layout = layout.clone()
     layout[:, 0, 2] = rows
@@ -607,6 +629,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_prefetch_": _cache_prefetch,
     "hash_find": _hash_find,
     "hash_find_batch": _hash_find_batch,
+    "hash_touch_batch_": _hash_touch_batch,
     "hash_touch_": _hash_use,
     "hash_grow_": _hash_grow,
     "hash_insert_": _hash_place,

@@ -1,5 +1,7 @@
 """Ops on whole batches: index, rows, slots and groups that the ops one by one make."""
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -59,10 +61,17 @@ class Tables:
             INSERT_POLICY[self.index.insert_policy],
         )
 
-    def at_once(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
+    def touch(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
+        batch = (self.features, ids, offsets, FEATURE_TABLES, scores)
+        results: list[Tensor] = hash.hash_touch_batch_(self.index.tensors(), *batch, self.codes[0])
+        return results
+
+    def at_once(
+        self, ids: Tensor, offsets: Tensor, scores: Tensor | None, *admission: Tensor | None
+    ) -> list[Tensor]:
         batch = (self.features, ids, offsets, FEATURE_TABLES, scores)
         results: list[Tensor] = hash.hash_insert_batch_(
-            self.index.tensors(), self.rows, *batch, *self.codes, *self.initial
+            self.index.tensors(), self.rows, *batch, *self.codes, *self.initial, *admission
         )
         return results
 
@@ -72,11 +81,17 @@ class Tables:
         )
         return results
 
-    def one_by_one(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
-        """Return slots, status and groups."""
+    def one_by_one(
+        self, ids: Tensor, offsets: Tensor, scores: Tensor | None, *, admits: bool = False
+    ) -> list[Tensor]:
+        """Return slots, status and groups; with `admits` insert only keys of `_is_admitted`."""
         starts = offsets[:: (offsets.numel() - 1) // len(FEATURE_TABLES)].long().contiguous()
         keys = hash.Keys(ids, starts, FEATURE_TABLES)
-        inserted = self.index.insert(keys, batch_scores=scores)
+
+        def admit(keys: hash.Keys, misses: hash.Misses) -> Tensor:
+            return _is_admitted(keys.ids[misses.first])
+
+        inserted = self.index.insert(keys, batch_scores=scores, admit=admit if admits else None)
         if inserted.misses is not None and inserted.result is not None:
             misses = (inserted.misses.first, inserted.misses.offsets, inserted.result.slots)
             hash.initial_rows_(self.rows, *self.initial[:2], ids, *misses, self.initial[2])
@@ -85,6 +100,10 @@ class Tables:
             status = torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)
         groups = tbe.group(self.features, inserted.slots, offsets, self.total_rows)
         return [inserted.slots, status, *groups]
+
+
+def _is_admitted(keys: Tensor) -> Tensor:
+    return keys % 3 != 0
 
 
 def _with_fallback(keys: hash.Keys, slots: Tensor) -> Tensor:
@@ -121,24 +140,41 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
     first, second = (Tables(eviction, policy, (64, 160)) for _ in range(2))
     # The last ones are large enough for several threads.
     batches = (*_batches(24, 30, seed=1), *_batches(3, 2000, seed=2), *_batches(1, 50_000, seed=3))
+    num_not_admitted = 0
     for step, (ids, offsets) in enumerate(batches):
         scores = torch.tensor([step % 7, 3 - step % 5]) if first.index.order == "assigned" else None
         torch.set_num_threads(1 + step % 3)
         found = first.find(ids, offsets)
         rows = first.find(ids, offsets, FALLBACK)[2]
-        results = first.at_once(ids, offsets, scores)
+        admits, admission = step % 3 == 1, list[Tensor]()
+        fallback = FALLBACK if step % 2 else None
+        if admits:
+            slots_of_keys, missing, uses, tables_of_missing = first.touch(ids, offsets, scores)
+            admission = [slots_of_keys, _is_admitted(missing)]
+            assert int((slots_of_keys < 0).sum()) == missing.numel()
+        results = first.at_once(ids, offsets, scores, fallback, *admission)
         torch.set_num_threads(threads)
         keys = hash.Keys(ids, results[1], FEATURE_TABLES)
         found_slots = second.index.find(keys)
         assert all(map(torch.equal, found, (*results[:2], found_slots)))
         assert torch.equal(rows, _with_fallback(keys, found_slots))
-        slots, status, *groups = second.one_by_one(ids, offsets, scores)
+        if admits:
+            lookups = [*zip(hash.tables_of(keys).tolist(), ids.tolist(), strict=True)]
+            is_missing = (found_slots < 0).tolist()
+            counts = Counter(itertools.compress(lookups, is_missing))
+            want = sorted(counts.items(), key=lambda item: item[0][0])
+            got = zip(tables_of_missing.tolist(), missing.tolist(), strict=True)
+            assert [*zip(got, uses.tolist(), strict=True)] == want
+            num_not_admitted += int((~_is_admitted(missing)).sum())
+        slots, status, *groups = second.one_by_one(ids, offsets, scores, admits=admits)
         repaired, starts, mine, *rest = results
         assert repaired.tolist() == offsets.tolist()
         assert starts.tolist() == offsets[:: len(offsets) // 3].tolist()
         assert torch.equal(mine, slots)
         has_misses = bool((status != hash.HIT).any())
-        assert len(rest) == 5 + has_misses
+        assert len(rest) == 5 + has_misses + (has_misses and fallback is not None)
+        if has_misses and fallback is not None:
+            assert torch.equal(rest.pop(), _with_fallback(keys, slots))
         if has_misses:
             assert torch.equal(rest.pop(), status)
         assert _sorted(rest) == _sorted(groups)
@@ -149,6 +185,7 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
         assert all(torch.equal(a, b) for a, b in zip(others, wanted[2:5], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(first.rows, second.rows, strict=True))
     assert min(int(size) for size in first.index.tables[:, 3]) > 30
+    assert num_not_admitted > 50
 
 
 def test_does_not_serve_a_table_that_threads_would_wait_for() -> None:
@@ -159,8 +196,11 @@ def test_does_not_serve_a_table_that_threads_would_wait_for() -> None:
     try:
         torch.set_num_threads(4)
         assert tables.at_once(ids, offsets, None)
+        touched = tables.touch(ids, offsets, None)
         torch.set_num_threads(5)
         assert tables.at_once(ids, offsets, None) == []
+        assert tables.touch(ids, offsets, None) == []
+        assert tables.at_once(ids, offsets, None, None, touched[0])
     finally:
         torch.set_num_threads(threads)
 
@@ -172,13 +212,26 @@ def test_does_not_serve_what_needs_the_host() -> None:
         before = [tensor.clone() for tensor in tables.index.tensors()]
         assert tables.find(ids, torch.tensor(wrong)) == []
         assert tables.at_once(ids, torch.tensor(wrong), None) == []
+        assert tables.touch(ids, torch.tensor(wrong), None) == []
         assert all(map(torch.equal, before, tables.index.tensors()))
     tables.specs = [DynamicSpec(640, DIM, initial_capacity=32) for _ in range(2)]
     tables.index = HashIndex(tables.specs, hash_keys=HASH_KEYS[:2])
     assert tables.at_once(ids, offsets, None)
     before = [tensor.clone() for tensor in tables.index.tensors()]
     assert tables.at_once(torch.arange(60), offsets * 10, None) == []
+    assert tables.touch(torch.arange(60), offsets * 10, None) == []
     assert all(map(torch.equal, before, tables.index.tensors()))
+    for admission, message in (
+        ((None, torch.ones(1, dtype=torch.bool)), "admitted needs touched"),
+        ((torch.zeros(5, dtype=torch.int64), None), "touched must be contiguous with 6 entries"),
+        ((torch.full((6,), 32), None), "touched must be slots of table 0, below 32, got 32"),
+        ((torch.full((6,), -2), None), "touched must be slots of table 0, below 32, got -2"),
+        ((torch.arange(-1, 5), torch.ones(2, dtype=torch.bool)), "one entry per missing key = 1"),
+        ((torch.arange(-1, 5), torch.ones(1)), "admitted must be bool"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            tables.at_once(ids, offsets, None, None, *admission)
+        assert all(map(torch.equal, before, tables.index.tensors()))
     with pytest.raises(RuntimeError, match="ids must be int64"):
         tables.at_once(ids.int(), offsets, None)
     with pytest.raises(RuntimeError, match="ids must be int64"):
@@ -205,6 +258,11 @@ def test_opcheck() -> None:
     # It returns a list and mutates: compiled code does not call it.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.emblib.hash_insert_batch_.default, arguments, test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.emblib.hash_touch_batch_.default,
+        (tables.index.tensors(), *batch, tables.codes[0]),
+        test_utils=checks,
+    )
     found_batch = (tables.features, ids, offsets, FEATURE_TABLES, FALLBACK)
     find_arguments = (tables.index.tensors(), *found_batch)
     torch.library.opcheck(
