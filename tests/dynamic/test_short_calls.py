@@ -7,11 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, Pooling, Precision, optim
+from emblib import (
+    CountMinSketch,
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    ExactCounter,
+    FrequencyAdmission,
+    Pooling,
+    Precision,
+    optim,
+)
 from emblib.dynamic import BackingStore, HostRows, one_op
 from emblib.dynamic.short_calls import KeyedCalls
 from emblib.ops import autograd
 from tests.optimizer_cases import CASES as OPTIMIZER_CASES
+
+
+def admits(keys: Tensor, counts: Tensor) -> Tensor:
+    return (counts >= 2) | (keys % 3 == 0)
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {},
@@ -23,15 +37,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "growth": {"initial_capacity": 32},
     "store": {"backing": BackingStore},
     "ttl": {"ttl": 2},
+    "fallback rows": {"fallback_rows": 5, "eviction": "none"},
+    "exact counts": {"admission": FrequencyAdmission(2, ExactCounter(100)), "fallback_rows": 5},
+    "sketches": {"admission": FrequencyAdmission(2, CountMinSketch(300, halve_every=4)), "ttl": 2},
+    "rule": {"admission": FrequencyAdmission(2, ExactCounter(100), rule=admits), "eviction": "lfu"},
 }
+FIELDS = ("default_value", "initial_capacity", "ttl", "fallback_rows", "eviction", "admission")
 
 
 def make(device: torch.device, optimizer: optim.Optimizer, **options: Any) -> DynamicEmbeddingBags:
-    fields = {
-        name: options.pop(name)
-        for name in ("default_value", "initial_capacity", "ttl")
-        if name in options
-    }
+    fields = {name: options.pop(name) for name in FIELDS if name in options}
     if "backing" in options:
         options["backing"] = BackingStore(HostRows([500, 500]))
     specs = [DynamicSpec(96, 8, name=name, **fields) for name in ("a", "b")]
@@ -69,8 +84,18 @@ def trained(module: DynamicEmbeddingBags, *, short: bool) -> list[Tensor]:
 def test_bits_of_the_long_path(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optimizer = OPTIMIZER_CASES["rowwise_adagrad"]
+    optimizer, inserted = OPTIMIZER_CASES["rowwise_adagrad"], list[bool]()
+
+    def insert_in_one_op(*arguments: Any) -> one_op.OneOpBatch | None:
+        result = insert(*arguments)
+        inserted.append(result is not None)
+        return result
+
+    insert = one_op.insert_in_one_op
+    monkeypatch.setattr(one_op, "insert_in_one_op", insert_in_one_op)
     at_once = trained(make(device, optimizer, **OPTIONS[name]), short=True)
+    assert any(inserted) or device.type == "cuda"
+    assert all(inserted) or name == "growth"
     monkeypatch.setattr(KeyedCalls, "can_insert", lambda *_: False)
     short = trained(make(device, optimizer, **OPTIONS[name]), short=True)
     monkeypatch.setattr(KeyedCalls, "can_serve", lambda *_: False)

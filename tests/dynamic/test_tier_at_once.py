@@ -10,6 +10,7 @@ from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
 from emblib.dynamic import one_op
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.tiers.backing_tier import BackingTier
+from emblib.dynamic.tiers.prefetched_rows import _CallingThread
 from emblib.specs import Eviction
 from tests.dynamic.tier_cases import batch, prefetched, specs
 from tests.thread_cases import in_fork
@@ -142,7 +143,7 @@ def test_the_op_leaves_a_store_alone_while_the_thread_prefetches(
     store, released = module.state.backing.store, threading.Event()
     for step in range(9):
         if step == 3:
-            store._prefetch_futures.append(store._submit(lambda _: released.wait()))
+            store._prefetches.append(store._submit(lambda _: released.wait()))
         if step == 6:
             released.set()
             store.wait()
@@ -184,6 +185,43 @@ class _Blocked:
 
     def release(self) -> None:
         self._released.set()
+
+
+def test_calls_of_the_thread_take_no_lock_that_ctrl_c_could_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal handled in a method of a lock written in Python leaves it taken for ever."""
+
+    entered = list[int]()
+    condition_enter = threading.Condition.__enter__
+
+    def enter(condition: threading.Condition) -> bool:
+        entered.append(threading.get_ident())
+        return condition_enter(condition)
+
+    monkeypatch.setattr(threading.Condition, "__enter__", enter)
+    module, ids_of_prefetch = _behind(), batch(9)
+    assert module.state.backing is not None
+    for step in range(6):
+        prefetched(module).prefetch(*ids_of_prefetch)
+        module(*batch(step)).sum().backward()
+    module.state.backing.store.wait()
+    module.close()
+    assert threading.get_ident() not in entered
+
+
+def test_a_thread_makes_its_calls_before_it_ends() -> None:
+    thread, made = _CallingThread(), list[int]()
+    for call in [thread.submit(made.append, number) for number in range(3)]:
+        call.result()
+    with pytest.raises(TypeError):
+        thread.submit(made.append).result()
+    thread.submit(made.append, 3)
+    thread.stop()
+    assert made == [0, 1, 2, 3]
+    thread.submit(made.append, 4)
+    del thread
+    assert made == [0, 1, 2, 3, 4]
 
 
 def _behind() -> DynamicEmbeddingBags:

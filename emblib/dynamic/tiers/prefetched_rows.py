@@ -6,7 +6,8 @@ the moves (`start_moves`); otherwise the next call that depends on them does (`a
 Likewise `start_prefetch` has the thread call `prefetch`.
 """
 
-import concurrent.futures
+import _thread
+import atexit
 import contextlib
 import functools
 import gc
@@ -15,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -49,6 +50,89 @@ def _exclusive(
         with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
 
     return call
+
+
+class _Call:
+    """A call that a `_CallingThread` makes.
+
+    Attributes:
+        has_ended: whether the function has returned or raised.
+    """
+
+    def __init__(self, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+        self._function, self._arguments = function, arguments
+        self._error: BaseException | None = None
+        self._ends: SimpleQueue[None] = SimpleQueue()  # an item once the call has ended
+        self.has_ended = False
+
+    def make(self) -> None:
+        try:
+            self._function(*self._arguments)
+        except BaseException as error:
+            self._error = error
+        self._arguments = ()
+        self.has_ended = True
+        self._ends.put(None)
+
+    def result(self) -> None:
+        """Wait until the call has ended; raise what it raised."""
+        while not self.has_ended:
+            with contextlib.suppress(Empty):  # another thread that waits may have taken the item
+                self._ends.get(timeout=1.0)
+        if self._error is not None:
+            raise self._error
+
+
+class _CallingThread:
+    """A thread, started at first use, that makes the calls of other threads in their order.
+
+    It ends with `stop`, or once this object is deleted. Unlike those of `concurrent.futures`, its
+    methods take no lock in Python: one interrupted by Ctrl-C would leave the lock taken, and the
+    next call would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()  # None ends the thread
+        self._identifier: int | None = None  # of the thread; None without one
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> _Call:
+        """Have the thread call a function; raise RuntimeError if no thread can start."""
+        if self._identifier is None:
+            self._identifier = _thread.start_new_thread(_make_calls, (self._calls,))
+        call = _Call(function, arguments)
+        self._calls.put(call)
+        return call
+
+    def forget(self) -> None:
+        """Forget the thread and its calls in a forked process, which does not have it."""
+        self._calls, self._identifier = SimpleQueue(), None
+
+    def stop(self) -> None:
+        """Wait until the thread has made its calls, and end it; a later call starts another.
+
+        The thread itself, which may delete this object, does not wait.
+        """
+        if self._identifier is None:
+            return
+        last_call, is_own = self.submit(_do_nothing), self._identifier == _thread.get_ident()
+        self._identifier = None
+        self._calls.put(None)
+        if not is_own:
+            last_call.result()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _make_calls(calls: "SimpleQueue[_Call | None]") -> None:
+    """Make calls until there is None in their place."""
+    while (call := calls.get()) is not None:
+        call.make()
+        del call  # else its arguments would live until the next one
 
 
 class RowMoves:
@@ -125,8 +209,8 @@ class PrefetchedRows:
         self._unstored_blocks: list[list[StoredRows]] = [[] for _ in tables]  # by table
         self._prefetched_blocks: list[list[StoredRows]] = [[] for _ in tables]  # oldest first
         self._lock = threading.RLock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._prefetch_futures: list[Future[None]] = []  # errors not raised yet
+        self._thread = _CallingThread()
+        self._prefetches: list[_Call] = []  # whose errors are not raised yet
         self._started_moves: RowMoves | None = None  # maybe applied, maybe not
         _instances.add(self)
         register_after_fork(self)
@@ -143,7 +227,8 @@ class PrefetchedRows:
 
     def after_fork(self) -> None:
         """Forget the thread and its prefetches in the child, which has only the forking thread."""
-        self._executor, self._prefetch_futures = None, []
+        self._thread.forget()
+        self._prefetches = []
 
     def start_moves(self, moves: RowMoves) -> None:
         """Have the thread apply moves.
@@ -240,18 +325,14 @@ class PrefetchedRows:
         Raises:
             Exception: the store raised it in an earlier prefetch; the new one is started anyway.
         """
-        finished_futures = [future for future in self._prefetch_futures if future.done()]
-        self._prefetch_futures = [
-            future for future in self._prefetch_futures if future not in finished_futures
-        ]
-        self._prefetch_futures.append(self._submit(_prefetch_in_thread, table, keys))
-        _raise_first(finished_futures)
+        ended = [prefetch for prefetch in self._prefetches if prefetch.has_ended]
+        self._prefetches = [prefetch for prefetch in self._prefetches if prefetch not in ended]
+        self._prefetches.append(self._submit(_prefetch_in_thread, table, keys))
+        _raise_first(ended)
 
-    def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> _Call:
         """Call a function in the store's thread, with a weak reference to this object."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "emblib rows")
-        return self._executor.submit(function, weakref.ref(self), *arguments)
+        return self._thread.submit(function, weakref.ref(self), *arguments)
 
     def wait(self) -> None:
         """Wait until no prefetch is running.
@@ -259,9 +340,11 @@ class PrefetchedRows:
         Raises:
             Exception: the first one that the store raised in a prefetch, unless raised before.
         """
-        futures, self._prefetch_futures = self._prefetch_futures, []
-        concurrent.futures.wait(futures)
-        _raise_first(futures)
+        prefetches, self._prefetches = self._prefetches, []
+        for prefetch in prefetches:
+            with contextlib.suppress(Exception):  # raised below, after all have ended
+                prefetch.result()
+        _raise_first(prefetches)
 
     @_exclusive
     def add_unstored(self, table: int, rows: StoredRows) -> None:
@@ -276,7 +359,7 @@ class PrefetchedRows:
 
         After `apply_moves`, the thread then does not use the wrapped store.
         """
-        return all(future.done() for future in self._prefetch_futures)
+        return all(prefetch.has_ended for prefetch in self._prefetches)
 
     @property
     def has_rows_in_memory(self) -> bool:
@@ -434,9 +517,7 @@ class PrefetchedRows:
 
     def stop(self) -> None:
         """Wait until the thread has finished its work, and end it."""
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        self._thread.stop()
 
     def close(self) -> None:
         """End the thread and close the wrapped store; see `RowStore`."""
@@ -467,10 +548,10 @@ def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     return remaining_blocks
 
 
-def _raise_first(futures: Sequence[Future[None]]) -> None:
+def _raise_first(calls: Sequence[_Call]) -> None:
     """Raise the first exception of calls that have ended, if any."""
-    for future in futures:
-        future.result()
+    for call in calls:
+        call.result()
 
 
 def _prefetch_in_thread(reference: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
@@ -516,4 +597,11 @@ def _after_fork() -> None:
             release()
 
 
+def _stop_threads() -> None:
+    """End the threads, which must not be in native code while the process exits."""
+    for instance in list(_instances):
+        instance.stop()
+
+
+atexit.register(_stop_threads)
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
