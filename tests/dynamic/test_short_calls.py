@@ -80,19 +80,25 @@ def trained(module: DynamicEmbeddingBags, *, short: bool) -> list[Tensor]:
     return [*results, *(buffer.clone() for buffer in module.state.row_buffers)]
 
 
+def successes_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets one entry per call of a function: whether it served the batch."""
+    successes, function = list[bool](), getattr(one_op, name)
+
+    def call(*arguments: Any) -> one_op.OneOpBatch | None:
+        result: one_op.OneOpBatch | None = function(*arguments)
+        successes.append(result is not None)
+        return result
+
+    monkeypatch.setattr(one_op, name, call)
+    return successes
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_of_the_long_path(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optimizer, inserted = OPTIMIZER_CASES["rowwise_adagrad"], list[bool]()
-
-    def insert_in_one_op(*arguments: Any) -> one_op.OneOpBatch | None:
-        result = insert(*arguments)
-        inserted.append(result is not None)
-        return result
-
-    insert = one_op.insert_in_one_op
-    monkeypatch.setattr(one_op, "insert_in_one_op", insert_in_one_op)
+    optimizer = OPTIMIZER_CASES["rowwise_adagrad"]
+    inserted = successes_of("insert_in_one_op", monkeypatch)
     at_once = trained(make(device, optimizer, **OPTIONS[name]), short=True)
     assert any(inserted) or device.type == "cuda"
     assert all(inserted) or name == "growth"
@@ -132,15 +138,7 @@ def served(module: DynamicEmbeddingBags) -> list[Tensor]:
 def test_lookups_without_training_have_the_bits_of_the_long_path(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[bool] = []
-
-    def find_in_one_op(*arguments: Any) -> one_op.OneOpBatch | None:
-        result = at_once(*arguments)
-        found.append(result is not None)
-        return result
-
-    at_once = one_op.find_in_one_op
-    monkeypatch.setattr(one_op, "find_in_one_op", find_in_one_op)
+    found = successes_of("find_in_one_op", monkeypatch)
     short = served(make(device, optim.SGD(0.5), **OPTIONS[name]))
     assert found == [True] * (0 if device.type == "cuda" else 8)
     monkeypatch.setattr(KeyedCalls, "can_find", lambda *_: False)
