@@ -8,10 +8,13 @@ import dis
 import functools
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import pytest
 
 import emblib
 
@@ -114,3 +117,18 @@ def interrupting(seconds: float, work: Callable[[], None]) -> bool:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     return False
+
+
+def entries_of_conditions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the thread of every entry into a `threading.Condition`.
+
+    `Condition.__enter__` is Python: Ctrl-C within it leaves its lock taken for ever.
+    """
+    threads, condition_enter = list[int](), threading.Condition.__enter__
+
+    def enter(condition: threading.Condition) -> bool:
+        threads.append(threading.get_ident())
+        return condition_enter(condition)
+
+    monkeypatch.setattr(threading.Condition, "__enter__", enter)
+    return threads

@@ -51,24 +51,21 @@ std::vector<Tensor> hash_touch_batch_(std::vector<Tensor> tensors, const Tensor&
   const DistinctKeys distinct(call.batch, table_segments, call.index);
   if (!fits_without_growth(call.index, distinct)) return {};
   const Tensor touched = allocate(ids, {distinct.num_keys()});
-  const Scratch<int64_t> missing = new_scratch<int64_t>(3 * distinct.num_keys());
   int64_t* slots = touched.mutable_data_ptr<int64_t>();
   touch_keys(call.index, scoring, table_segments, distinct, slots);
-  int64_t num_missing = 0;
+  std::vector<int64_t> offsets_of_tables(call.index.num_tables + 1, 0);
+  const MissingKeys missing(call.index.num_tables, distinct, slots, offsets_of_tables.data());
+  const int64_t num_missing = offsets_of_tables.back();
+  Tensor keys = allocate(ids, {num_missing}), uses = allocate(ids, {num_missing}),
+         tables_of_keys = allocate(ids, {num_missing});
+  int64_t* key = keys.mutable_data_ptr<int64_t>();
+  for (int64_t index : missing.key_indices) *key++ = distinct.keys[index];
+  std::copy_n(missing.uses.data(), num_missing, uses.mutable_data_ptr<int64_t>());
+  int64_t* table = tables_of_keys.mutable_data_ptr<int64_t>();
   for (int64_t t = 0; t < call.index.num_tables; ++t) {
-    for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
-      if (slots[k] != kNoSlot) continue;
-      int64_t* key = missing.get() + 3 * num_missing++;
-      key[0] = distinct.keys[k], key[1] = distinct.uses[k], key[2] = t;
-    }
+    std::fill(table + offsets_of_tables[t], table + offsets_of_tables[t + 1], t);
   }
-  std::vector<Tensor> results{touched};
-  for (int column = 0; column < 3; ++column) {
-    results.push_back(allocate(ids, {num_missing}));
-    int64_t* out = results.back().mutable_data_ptr<int64_t>();
-    for (int64_t miss = 0; miss < num_missing; ++miss) out[miss] = missing[3 * miss + column];
-  }
-  return results;
+  return {touched, keys, uses, tables_of_keys};
 }
 
 // Return the data of `admitted`, bool by missing key, or null if it is null. Check it and

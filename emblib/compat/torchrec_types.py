@@ -183,7 +183,7 @@ class _Config:
             have; the message says what to use instead.
     """
 
-    # Values of the arguments of TorchRec that raise, for code that reads them.
+    # Defaults of arguments of TorchRec that only raise here; models read them.
     need_pos = use_virtual_table = enable_embedding_update = stash_weights = False
     num_embeddings_post_pruning = input_dim = total_num_buckets = None
     virtual_table_eviction_policy = None

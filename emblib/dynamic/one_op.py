@@ -114,7 +114,9 @@ class OneOpArguments(NamedTuple):
 def insert_in_one_op(
     state: DynamicState, arguments: OneOpArguments, ids: Tensor, offsets: Tensor
 ) -> OneOpBatch | None:
-    """Insert a training batch in one op; return None, with no key changed, if the op cannot.
+    """Insert a training batch in one op, or two with admission; return None if they cannot.
+
+    Then no key has changed.
 
     Gradients may be enabled: the row buffers are detached, and no other tensor requires a gradient.
 
@@ -189,7 +191,7 @@ def insert_in_one_op(
         reads = state.row_initializer.with_default_rows(keys, reads)
         return OneOpBatch(keys, offsets32, rows, reads, groups)
 
-    # Abandoned after an admission alone, the batch has counted its keys.
+    # An insertion that ends before `op` leaves uses of hits and counts of missing keys, no new key.
     return state.lock.complete(insert, lambda: not effects.has_called(op))
 
 

@@ -335,9 +335,10 @@ def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> 
 class _Writer:
     """The thread that writes records, and the queue of records to write.
 
-    `_condition` guards the queue and the error. Only the thread calls the sink until it has ended.
-    It numbers the records, too, after those that the sink has: no interrupt of the caller comes
-    between a record and its number.
+    `_lock` guards the queue and the error. It is entered itself, because `Condition.__enter__` is
+    Python: Ctrl-C within it would leave the lock taken. Only the thread calls the sink until it has
+    ended. It numbers the records, too, after those that the sink has: no interrupt of the caller
+    comes between a record and its number.
     """
 
     def __init__(self, sink: Sink, max_pending: int, generation: int, sequence: int) -> None:
@@ -345,7 +346,8 @@ class _Writer:
         self._generation, self._sequence = generation, sequence  # of the last record written
         self._run_id = ""
         self._queue: deque[Record] = deque()
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._error: Exception | None = None  # the thread waits until `raise_error` clears it
         self._is_closing = self._is_closed = False
         self._process = os.getpid()
@@ -356,7 +358,7 @@ class _Writer:
     def _run(self) -> None:
         """Write the queued records, in the writer's thread."""
         while True:
-            with self._condition:
+            with self._lock:
                 self._condition.wait_for(
                     lambda: self._is_closing or (self._queue and self._error is None)
                 )
@@ -366,11 +368,11 @@ class _Writer:
             try:
                 self._write(record)
             except Exception as error:
-                with self._condition:
+                with self._lock:
                     self._error = error
                     self._condition.notify_all()
                 continue
-            with self._condition:
+            with self._lock:
                 self._queue.popleft()
                 self._condition.notify_all()
 
@@ -409,7 +411,7 @@ class _Writer:
             )
         if self._is_closing:
             raise RuntimeError("the change log is closed: make another one for the same sink")
-        with self._condition:
+        with self._lock:
             error, self._error = self._error, None
             num_waiting = len(self._queue)
             self._condition.notify_all()
@@ -422,13 +424,13 @@ class _Writer:
 
     def is_full(self) -> bool:
         """Return whether another record must wait."""
-        with self._condition:
+        with self._lock:
             return len(self._queue) >= self._max_pending
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done()` or an error of the thread; raise as `raise_error`."""
         if not self.is_forked:
-            with self._condition:
+            with self._lock:
                 self._condition.wait_for(lambda: is_done() or self._error is not None)
         self.raise_error()
 
@@ -438,7 +440,7 @@ class _Writer:
 
     def put(self, record: Record) -> None:
         """Add a record to the queue, also if it is full."""
-        with self._condition:
+        with self._lock:
             self._queue.append(record)
             self._condition.notify_all()
 
@@ -458,7 +460,7 @@ class _Writer:
             return
         if not self._is_closing:
             self.flush()
-        with self._condition:
+        with self._lock:
             self._is_closing = True
             self._condition.notify_all()
         self._thread.join()

@@ -13,6 +13,7 @@ from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.prefetched_rows import _CallingThread
 from emblib.specs import Eviction
 from tests.dynamic.tier_cases import batch, prefetched, specs
+from tests.interrupts import entries_of_conditions
 from tests.thread_cases import in_fork
 
 EVICTIONS = [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.STEP]
@@ -190,16 +191,7 @@ class _Blocked:
 def test_calls_of_the_thread_take_no_lock_that_ctrl_c_could_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A signal handled in a method of a lock written in Python leaves it taken for ever."""
-
-    entered = list[int]()
-    condition_enter = threading.Condition.__enter__
-
-    def enter(condition: threading.Condition) -> bool:
-        entered.append(threading.get_ident())
-        return condition_enter(condition)
-
-    monkeypatch.setattr(threading.Condition, "__enter__", enter)
+    threads = entries_of_conditions(monkeypatch)
     module, ids_of_prefetch = _behind(), batch(9)
     assert module.state.backing is not None
     for step in range(6):
@@ -207,7 +199,7 @@ def test_calls_of_the_thread_take_no_lock_that_ctrl_c_could_keep(
         module(*batch(step)).sum().backward()
     module.state.backing.store.wait()
     module.close()
-    assert threading.get_ident() not in entered
+    assert threading.get_ident() not in threads
 
 
 def test_a_thread_makes_its_calls_before_it_ends() -> None:

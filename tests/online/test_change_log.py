@@ -20,7 +20,7 @@ from emblib.online import ChangeLog, ChangeLogError, DirectorySink, LogFollower
 from emblib.online.records import Record, decode
 from emblib.online.sinks import StoredRecord
 from emblib.storage import Hash, Hashed, TensorTrain
-from tests.interrupts import each_line
+from tests.interrupts import each_line, entries_of_conditions
 from tests.thread_cases import in_fork
 
 
@@ -88,6 +88,18 @@ def test_an_entry_has_the_rows_that_were_looked_up() -> None:
     assert (first.step, first.tables["item"][0].keys.tolist()) == (2, [3, 4, 9])
     assert (second.step, second.tables["item"][0].keys.tolist()) == (5, [])
     train(trained, 5)  # nothing is noted any more
+
+
+def test_calls_take_no_lock_that_ctrl_c_could_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    log = ChangeLog(trained, sink)
+    threads = entries_of_conditions(monkeypatch)
+    for step in range(1, 4):
+        train(trained, step)
+        log.record(step)
+    log.flush()
+    log.close()
+    assert threading.get_ident() not in threads
 
 
 def test_deferred_updates_are_logged_once_they_are_made() -> None:
