@@ -18,7 +18,13 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    Override,
+    Quote,
+    QuotedString,
+    ValueType,
+)
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,7 +52,8 @@ from experiments.contenders import registry
 from experiments.kinds.base import AMOUNT, ContenderType, Ranks, Repetition, check_contender_types
 from experiments.paths import CONF
 
-OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
+OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.\w+")  # `complete_options` checks its name
+LISTS_OF_GROUPS = ("gate.points", ".published")  # ends of the keys of lists of dictionaries
 NON_GROUP_FOLDERS = ("hardware",)  # folders of conf/ that a run does not choose from
 NO_TRACE = WorkloadConfig()  # its defaults
 ONCE, TIMED = Repetition.ONCE, Repetition.TIMED
@@ -204,9 +211,10 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
     The rules of `check_values` are not checked.
     """
     register()
-    overrides = [re.sub(r"^experiment=", "+experiment=", argument) for argument in arguments]
-    check_keys(overrides)
-    for override in parse(overrides):
+    words = [re.sub(r"^experiment=", "+experiment=", argument) for argument in arguments]
+    check_keys(words)
+    overrides = parse(words)
+    for override in overrides:
         if override.is_sweep_override():
             raise UsageError(
                 f"'{override.input_line}' has several values: with -m before the "
@@ -214,10 +222,10 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
             )
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose("config", overrides=overrides)
+            composed = compose("config", list(map(spell_for_hydra, overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_error_in_one_line(error)) from error
-    _scale_budgets(composed, {str(override.key_or_group) for override in parse(overrides)})
+    _scale_budgets(composed, {str(override.key_or_group) for override in overrides})
     return composed
 
 
@@ -286,11 +294,15 @@ def _clear_headline(config: Config) -> None:
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Return the overrides that Hydra's parser makes of words.
 
+    A dictionary becomes an override per value: workload={B:8,D:16} is workload.B=8 and
+    workload.D=16, so that each is checked.
+
     Raises:
         UsageError: the parser refuses a word; the message suggests what was meant.
     """
     try:
-        return OverridesParser.create().parse_overrides(list(overrides))
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        return [leaf for override in parsed for leaf in _split_dictionary(override)]
     except HydraException as error:
         for word in overrides:
             if word in groups()["experiment"]:
@@ -308,8 +320,43 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 ) from error
         first = str(error).splitlines()[0]
         raise UsageError(
-            f"cannot read the arguments ({first}); write key=value, lists as sweep.D=[32,64]"
+            f"cannot read the arguments ({first}); write key=value, lists as sweep.D=[32,64], "
+            "texts with blanks in two kinds of quotes, as in \"where=['D > 16']\""
         ) from error
+
+
+def _split_dictionary(override: Override) -> Iterator[Override]:
+    """Yield an override per value of a dictionary, at any depth; others, and {}, as they are."""
+    values = override.value()
+    if not (isinstance(values, dict) and values) or override.package:
+        yield override
+        return
+    for name, value in values.items():
+        key = f"{override.key_or_group}.{name}"
+        part = Override(override.type, key, ValueType.ELEMENT, _quote_texts(value))
+        part.input_line = f"{part.get_key_element()}={part.get_value_element_as_str()}"
+        yield from _split_dictionary(part)
+
+
+def spell_for_hydra(override: Override) -> str:
+    """Return the word by which Hydra composes an override.
+
+    Options get a "++", because Hydra refuses those that no file of conf/ states.
+    """
+    word = (override.input_line or "").lstrip("+")
+    return f"++{word}" if OPTION_OF_KIND.match(word) else str(override.input_line)
+
+
+def _quote_texts(value: Any) -> Any:
+    """Return a value of an override with quotes around its texts, which have lost theirs."""
+    match value:
+        case str():
+            return QuotedString(value, Quote.single)
+        case list():
+            return [_quote_texts(entry) for entry in value]
+        case dict():
+            return {name: _quote_texts(entry) for name, entry in value.items()}
+    return value
 
 
 def check_keys(overrides: Sequence[str]) -> None:
@@ -329,7 +376,7 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:  # a config group, e.g. timing=quick
             _check_choice(key, override, choices[key])
-        elif key not in type_of_key and not OPTION_OF_KIND.match(key):
+        elif key not in type_of_key and not OPTION_OF_KIND.fullmatch(key):
             raise UsageError(_unknown_key(key, override, set(type_of_key), choices))
         elif isinstance(override.value(), dict) and not override.value():
             raise UsageError(
@@ -338,8 +385,8 @@ def check_keys(overrides: Sequence[str]) -> None:
             )
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
-        elif type_of_key.get(key, "").startswith("list["):
-            _check_list(key, override)
+        else:
+            _check_list(key, override, is_list=type_of_key.get(key, "").startswith("list["))
 
 
 def _types_by_key(cases: Iterable[str]) -> dict[str, str]:
@@ -359,13 +406,20 @@ def _schema_keys(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _schema_keys(factory, f"{prefix}{field.name}.")
 
 
-def _check_list(key: str, override: Override) -> None:
-    """Raise UsageError if the value of a list is written without brackets."""
+def _check_list(key: str, override: Override, *, is_list: bool) -> None:
+    """Raise UsageError for a list without brackets, or one with lists or dictionaries in it.
+
+    `is_list` is False for a key whose type is not a list, or unknown.
+    """
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    if not all(isinstance(entry, list) or str(entry).startswith("${") for entry in values):
+    if is_list and not all(isinstance(one, list) or str(one).startswith("${") for one in values):
         typed_value = (override.input_line or "").partition("=")[2].replace("null", "")
         raise UsageError(f"{key} is a list: write {key}=[{typed_value}]")
+    entries = [entry for one in values if isinstance(one, list) for entry in one]
+    container = list if key.endswith(LISTS_OF_GROUPS) else (list, dict)
+    if any(isinstance(entry, container) for entry in entries):
+        raise UsageError(f"'{override.input_line}': {key} takes single values, as in {key}=[A,B]")
 
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
@@ -400,6 +454,8 @@ def _unknown_key(
     value = (override.input_line or "").partition("=")[2]
     parent = key.rpartition(".")[0]
     siblings = sorted(name for name in known | set(choices) if name.rpartition(".")[0] == parent)
+    if parent in known and not siblings:
+        return f"unknown key '{key}': {parent} has a value, and no keys"
     suggestion = _similar_key(key, siblings, known, is_list=value.startswith("["))
     if suggestion:
         return f"unknown key '{key}'. Did you mean '{_spell_override(suggestion, value)}'?"
@@ -578,6 +634,10 @@ def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[st
         if options:
             raise UsageError(f"{prefix}options: kind={kind.name} has none, got {list(options)}")
         return {}
+    names = [field.name for field in dataclasses.fields(kind.options)]
+    for name in options:
+        if name not in names:
+            raise UsageError(_unknown_name("option", name, names, f"{prefix}options.", 0.4))
     try:
         merged_options = OmegaConf.merge(OmegaConf.structured(kind.options), options)
     except OmegaConfBaseException as error:

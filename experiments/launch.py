@@ -167,7 +167,7 @@ class LaunchPlan:
     Attributes:
         launcher: name in LAUNCHERS.
         hydra_words: overrides of Hydra's settings, as typed.
-        words: other overrides, as typed.
+        words: other overrides, as Hydra composes them.
         jobs: overrides of each job, in Hydra's order.
     """
 
@@ -228,12 +228,15 @@ def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
         )
     for word in hydra_words:
         key = word.lstrip("+~").partition("=")[0]
+        if re.match(r"hydra[./]sweeper", key):
+            raise UsageError(f"{key} is fixed: list the values of the runs, as in key=1,2,3")
         if key.startswith(("hydra.run", "hydra.sweep", "hydra.output_subdir")):
             raise UsageError(f"{key} is fixed; report.folder moves the results")
     jobs = tuple(_job_words(words))
     for job in jobs:
         configure.check_keys(job)
-    return LaunchPlan(_parse_launcher(hydra_words), tuple(hydra_words), tuple(words), jobs)
+    composed_words = tuple(map(configure.spell_for_hydra, configure.parse(words)))
+    return LaunchPlan(_parse_launcher(hydra_words), tuple(hydra_words), composed_words, jobs)
 
 
 def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:

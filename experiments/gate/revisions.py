@@ -233,9 +233,11 @@ def _build_key(revision: Revision, cuda: str) -> str:
     """Return a key of a build's inputs: sources, torch, the C++ compiler, variables, `cuda`."""
     variables = ("TORCH_CUDA_ARCH_LIST", "CXX", "CXXFLAGS", "CUDACXX", "CUDAFLAGS", "CUDA_HOME")
     settings = [cuda, *(os.environ.get(name, "") for name in variables)]
+    compiler = os.environ.get("CXX") or "c++"
+    command = [compiler] if shutil.which(compiler) else compiler.split()  # such as "ccache g++"
     try:
-        command = [os.environ.get("CXX", "c++"), "--version"]
-        compiler = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True)
+        compiler = version.stdout.partition("\n")[0]
     except OSError:
         compiler = ""
     torch = importlib.util.find_spec("torch")

@@ -43,6 +43,12 @@ PROBES = {
     (OK, "sweep.D=null"): "write sweep.D=[]",
     (OK, "cases={}"): "'cases={}' changes nothing, because other keys of a group are kept; cases.",
     (OK, "sweep={}"): "'sweep={}' changes nothing",
+    (OK, "cases.criteo.workload={E:3}"): "'cases.criteo.workload.E=3' changes nothing: it says",
+    (OK, "cases={criteo:{workload:{B:7,b:3}}}"): "Did you mean 'cases.criteo.workload.B=3'?",
+    (OK, "seed={a:1}"): "unknown key 'seed.a': seed has a value, and no keys",
+    (OK, "sweep.D=[[1]]"): "sweep.D takes single values, as in sweep.D=[A,B]",
+    (OK, "where=[D > 8]"): "in two kinds of quotes, as in \"where=['D > 16']\"",
+    ("+experiment=serving", "options={clints:[1]}"): "Did you mean 'options.clients'?",
     (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
     (OK, "tt.tables=0"): "tt.tables must be in [1, 2**63), got 0",
     (OK, "tt.row_factors=[0]"): "tt.row_factors must be in [1, 2**63), got [0]",
@@ -210,10 +216,12 @@ def test_a_gpu_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[
 
 
 def test_command_line_values_win_over_the_experiment() -> None:
+    options = "cases.quality.options={epochs:7,data:['planted']}"  # no file of conf/ states epochs
     config = configure.load(
-        [OK, "device=cpu", "sweep.D=[48]", "cases.criteo.workload.B=7", "lr=0.5"]
+        [OK, "device=cpu", "sweep={D:[48]}", "cases.criteo.workload.B=7", "lr=0.5", options]
     )
     assert config.sweep.D == [48]
+    assert config.cases["quality"].options["epochs"] == 7
     assert config.cases["criteo"].workload.B == 7
     assert config.lr == 0.5
     assert config.cases["criteo"].workload.tables.value == "criteo_kaggle"

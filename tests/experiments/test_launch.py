@@ -53,6 +53,7 @@ PROBES = {
     (A, "hydra/launcher=jobliv"): "There is: basic, joblib, submitit_local, submitit_slurm",
     (A, "++hydra.sweep.dir=elsewhere"): "hydra.sweep.dir is fixed",
     (A, "hydra.output_subdir=../elsewhere"): "hydra.output_subdir is fixed",
+    (A, "hydra/sweeper=x"): "hydra/sweeper is fixed: list the values",
     (A, "name=../.."): "cannot name the folder of a run",
     (A, "hydra.sweep.dir=elsewhere"): "hydra.sweep.dir is fixed; report.folder moves the results",
 }

@@ -150,6 +150,22 @@ def test_a_failed_build_says_what_is_wrong(tmp_path: Path) -> None:
         assert revisions._first_error(log) == said
 
 
+@pytest.mark.parametrize(("folder", "command"), [("bin", "env {}"), ("a b", "{}")])
+def test_another_compiler_is_another_build(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, folder: str, command: str
+) -> None:
+    compiler = repository / folder / "c++"
+    compiler.parent.mkdir()
+    monkeypatch.setenv("CXX", command.format(compiler))
+    revision = revisions.Revision("HEAD", "", repository)
+    keys = []
+    for version in (1, 2):
+        compiler.write_text(f"#!/bin/sh\necho {version}\n")
+        compiler.chmod(0o755)
+        keys.append(revisions._build_key(revision, "OFF"))
+    assert keys[0] != keys[1]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("ninja"), reason="needs cmake, ninja and a compiler")
 def test_a_build_is_kept_by_its_sources(
