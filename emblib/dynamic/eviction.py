@@ -97,7 +97,8 @@ class EvictionScores(nn.Module):
             names = [self._names[t] for t in sorted(self._unset_tables)]
             raise RuntimeError(
                 f"tables with Eviction.CUSTOM need a score before their first batch, got none for "
-                f"{names}; call set_eviction_score(...)"
+                f"{names}; call set_eviction_score(...) of the module, or set_score(...) of a "
+                "handle or of DynamicEmb's names"
             )
         return self.values.clone()
 

@@ -77,9 +77,9 @@ class LogFollower:
         KeyError: the model lacks one of `tables`.
         TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
             is not an int, `tables` is one string, or `run` is not a text or is without `step`.
-        ValueError: a table was pruned or is on disk, or has an index in shared memory; two tables
-            have one name, and are not read-only copies that name a common run of a log; `tables`
-            is empty; there is no sink; or the step is below 0.
+        ValueError: a table to follow was pruned or is on disk, or has an index in shared memory;
+            two of them have one name, and are not read-only copies that name a common run of a log;
+            `tables` is empty; there is no sink; or the step is below 0.
 
     Example:
         >>> import tempfile
@@ -114,13 +114,11 @@ class LogFollower:
                 f"tables must be a sequence of names, got {tables!r}: pass [{tables!r}]"
             )
         self.model = model
-        self._tables = served_tables(model)
         self._followed_names = None if tables is None else set(tables)
-        self._names = set(self._tables if tables is None else tables)
         if self._followed_names is not None and not self._followed_names:
             raise ValueError("tables must name the tables to follow, or be None for all, got none")
-        if unknown_names := sorted((self._followed_names or set()) - self._tables.keys()):
-            raise KeyError(f"the model has no tables {unknown_names}, only {sorted(self._tables)}")
+        self._tables = served_tables(model, self._followed_names)
+        self._names = set(self._tables)
         logs: list[Any] = list(sources) if isinstance(sources, list | tuple) else [sources]
         if not logs:
             raise ValueError("a follower needs the sink of each rank's log, got none")

@@ -9,8 +9,9 @@ the empty entry where their search ends. A removed key keeps its entry, with the
 value, so that no search ends early. Where rows or entries run out, a larger table is built.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -62,13 +63,14 @@ class ServedTable(Protocol):
         """Check a change with all rows; return the function that replaces the table by them."""
 
 
-def served_tables(model: nn.Module) -> dict[str, ServedTable]:
-    """Return the tables of a model by name.
+def served_tables(model: nn.Module, names: Collection[str] | None = None) -> dict[str, ServedTable]:
+    """Return the tables of a model by name: those of `names`, or (None) all.
 
     Raises:
+        KeyError: the model lacks one of `names`.
         TypeError: the model is sharded, or has no tables that rows can describe.
-        ValueError: two tables have one name and are not known to be copies, a table was pruned, its
-            index is in shared memory, or a float table is on disk.
+        ValueError: two of these tables have one name and are not known to be copies, one was
+            pruned, its index is in shared memory, or a float table is on disk.
     """
     model_tables = find_tables(model)
     if model_tables.ranks.size > 1:
@@ -76,29 +78,37 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
             "a follower has whole tables in one process, and this model is sharded: give it the "
             "unsharded model, or emblib.inference.for_inference of its tables"
         )
-    tables = [(t.name, _serve_plain(t), _log_runs(t.module)) for t in model_tables.tables]
-    tables += [(name, DynamicRows(handle), set()) for name, handle in tables_of(model).items()]
+    # Per table its name, the function that serves it, and the runs that its module names.
+    tables: list[tuple[str, Callable[[], ServedTable], set[str]]] = [
+        (t.name, partial(_serve_plain, t), _log_runs(t.module)) for t in model_tables.tables
+    ]
+    tables += [(n, partial(DynamicRows, handle), set()) for n, handle in tables_of(model).items()]
     for module in model.modules():
         if isinstance(module, InferenceEmbeddingBags):
             for t, name in enumerate(module.rows.table_names):
-                tables.append((name, _serve_indexed(module, t, name), _log_runs(module.rows)))
+                serve = partial(_serve_indexed, module, t, name)
+                tables.append((name, serve, _log_runs(module.rows)))
     if not tables:
         raise TypeError(
             f"{type(model).__name__} has no tables that a follower can serve: pass the model with "
             "the tables, e.g. for_inference(...) of them; tensor trains cannot be followed"
         )
+    known_names = {name for name, *_ in tables}
+    if unknown_names := sorted(set(names or ()) - known_names):
+        raise KeyError(f"the model has no tables {unknown_names}, only {sorted(known_names)}")
     copies: dict[str, list[ServedTable]] = {}
     runs_of_copies: dict[str, set[str]] = {}  # those that all copies name
-    for name, table, runs in tables:
-        copies.setdefault(name, []).append(table)
-        runs_of_copies[name] = runs_of_copies.get(name, runs) & runs
+    for name, serve, runs in tables:
+        if names is None or name in names:
+            copies.setdefault(name, []).append(serve())
+            runs_of_copies[name] = runs_of_copies.get(name, runs) & runs
     repeated_names = [name for name in copies if len(copies[name]) > 1]
     if unknown_names := sorted(name for name in repeated_names if not runs_of_copies[name]):
         raise ValueError(
             f"tables of a follower must differ in name, and there are several {unknown_names}; "
             "read-only copies of one table, e.g. of SharedTables, may have one name if they were "
             "frozen or converted while the ChangeLog of the table was open; or make a follower of "
-            "each, with tables="
+            "each module, or leave them out with tables="
         )
     return {
         name: _RowCopies(found) if len(found) > 1 else found[0] for name, found in copies.items()
@@ -147,7 +157,7 @@ def _serve_indexed(served: InferenceEmbeddingBags, table: int, name: str) -> Ser
     if index.kind is not IndexKind.HASH or index.num_ids >= 0:
         raise ValueError(
             f"table {name!r} was pruned, and a follower needs all rows: prune a copy from time to "
-            "time, or follow the table before it is pruned"
+            "time, follow the table before it is pruned, or leave it out with tables="
         )
     if served.index.is_cpu and served.index.is_shared():
         raise ValueError(

@@ -297,6 +297,11 @@ class DirectorySink:
         return self.directory / f"{number:012d}{_SUFFIX}"
 
 
+def _id_numbers(position: str) -> list[int]:
+    """Return the time in milliseconds and the number in the id of an entry of a stream."""
+    return [*map(int, position.split("-"))]
+
+
 class RedisSink:
     """The log as a stream of a Redis server.
 
@@ -344,8 +349,11 @@ class RedisSink:
         return str(position.decode())
 
     def read(self, after: str | None = None) -> Iterator[StoredRecord]:
-        """See `Sink`; a position behind the end of the stream yields nothing."""
+        """See `Sink`."""
         after = after or "0-0"
+        newest = self._client.xrevrange(self.stream, count=1)
+        if newest and _id_numbers(newest[0][0].decode()) < _id_numbers(after):
+            after = "0-0"  # the stream was deleted, and has a new log by an earlier clock
         while response := self._client.xread({self.stream: after}, count=self._ENTRIES_PER_READ):
             for position, fields in dict(response)[self.stream.encode()]:
                 after = position.decode()

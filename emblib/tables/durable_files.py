@@ -416,8 +416,10 @@ def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
             file.flush()
             sync_file(file.fileno(), new_path)
         rename(new_path, path)
-    except BaseException:
+    except BaseException as error:
         remove(new_path)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # a write that failed, e.g. for lack of space, names no file
         raise
 
 

@@ -327,6 +327,23 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
         LogFollower(quantised, sink, run="7f3a")
 
 
+def test_tables_that_are_left_out_may_be_of_any_kind(tmp_path: Path) -> None:
+    """Pruned ones, and several of one name, of a log that has them too."""
+    specs = [emblib.TableSpec(30, 4, name) for name in ("item", "user", "seller")]
+    trained = emblib.TableBatchedEmbeddingBags(specs, optim.SGD(0.1))
+    with ChangeLog(trained, DirectorySink(tmp_path)):
+        pass
+    rows = [{"item": torch.zeros(30, 4), "user": torch.ones(30, 4)}, {"user": torch.ones(30, 4)}]
+    tables = [emblib.QuantizedEmbeddingBags.from_float(r, formats="float32") for r in rows]
+    tables.append(inference.prune(tables[1], {"user": torch.arange(30) < 7}))
+    model = torch.nn.ModuleList(tables)
+    with pytest.raises(ValueError, match=r"leave it out with tables="):
+        LogFollower(model, DirectorySink(tmp_path))
+    assert LogFollower(model, DirectorySink(tmp_path), tables=["item"]).apply() == 0
+    assert torch.equal(tables[0].to_dense("item"), trained.table_weights()[0])
+    assert torch.equal(tables[0].to_dense("user"), rows[0]["user"])
+
+
 @pytest.mark.parametrize("file", ["old", "new"])
 @pytest.mark.parametrize("is_trimmed", [False, True])
 def test_a_base_of_a_run_that_was_given_up(tmp_path: Path, *, is_trimmed: bool, file: str) -> None:

@@ -288,6 +288,10 @@ def test_a_stream_of_redis_keeps_records_in_order(redis_client: Any) -> None:
     assert sequences(sink, positions[30]) == list(range(32, 40))
     sink.trim(positions[35])
     assert sequences(sink) == [36, 37, 38, 39]
+    redis_client.delete("order")
+    assert sequences(sink, positions[38]) == []
+    redis_client.xadd("order", {"record": record(1)}, id="5-0")  # by a clock that was set back
+    assert sequences(sink, positions[38]) == [1]
 
 
 def test_texts_and_entries_of_others_are_refused(redis_client: Any) -> None:
