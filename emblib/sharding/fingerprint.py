@@ -114,7 +114,7 @@ def _differences(leaves_by_rank: Sequence[_Leaves], failed_ranks: Collection[int
             if subject not in leaves and rank not in failed_ranks
         ]
         if ranks_without:
-            texts.append(f"{subject} is missing on {_ranks_text(ranks_without)}")
+            texts.append(f"{subject} is missing on {ranks_text(ranks_without)}")
             continue
         texts_by_rank = {
             rank: leaves[subject] for rank, leaves in enumerate(leaves_by_rank) if subject in leaves
@@ -153,12 +153,13 @@ def _values_text(text_by_rank: Mapping[int, str]) -> str:
     for rank, text in text_by_rank.items():
         ranks_by_text.setdefault(text, []).append(rank)
     phrases = [
-        f"{_abbreviate(text)} on {_ranks_text(ranks)}" for text, ranks in ranks_by_text.items()
+        f"{_abbreviate(text)} on {ranks_text(ranks)}" for text, ranks in ranks_by_text.items()
     ]
     return f"{', '.join(phrases[:-1])} and {phrases[-1]}"
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return a text such as `rank 3` or `ranks 0-2`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 

@@ -288,7 +288,7 @@ def fail_on_rank_1(ranks: RankGroup, path: Path) -> list[str]:
 
 
 def test_failures_of_a_rank_are_errors_of_all(tmp_path: Path) -> None:
-    message = "CheckpointError: OSError: [Errno 28] No space left on device"
+    message = "CheckpointError: rank 1: OSError: [Errno 28] No space left on device"
     assert worlds.run(2, fail_on_rank_1, tmp_path) == [[message] * 2] * 2
 
 

@@ -31,6 +31,7 @@ from torch.futures import Future
 from emblib.sharding.checkpoints import checksums, unpickling, values
 from emblib.sharding.checkpoints.checksums import CheckedStream, FileSums, SummingStream
 from emblib.sharding.checkpoints.state_trees import CheckpointError
+from emblib.sharding.fingerprint import ranks_text
 from emblib.sharding.ranks import RankGroup
 from emblib.tables.durable_files import flush_directory, raising_write_errors, replacing
 
@@ -264,7 +265,7 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
         BaseException: torch's CheckpointException, if a rank was interrupted.
     """
     writer = CheckpointWriter(path)
-    with _ignore_single_process_warning(), _errors_of_ranks():
+    with _ignore_single_process_warning(), _errors_of_ranks(ranks):
         try:
             dcp.save(
                 state,
@@ -292,7 +293,7 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
             has an entry that the checkpoint lacks or that has another size; on every rank.
         BaseException: torch's CheckpointException, if a rank was interrupted.
     """
-    with _ignore_single_process_warning(), _errors_of_ranks():
+    with _ignore_single_process_warning(), _errors_of_ranks(ranks):
         dcp.load(
             state,
             storage_reader=reader,
@@ -303,10 +304,11 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 
 
 @contextlib.contextmanager
-def _errors_of_ranks() -> Iterator[None]:
+def _errors_of_ranks(ranks: RankGroup) -> Iterator[None]:
     """Raise CheckpointError for torch's CheckpointException, which is not an Exception.
 
-    If one of its causes is not an Exception, e.g. a KeyboardInterrupt, it is raised unchanged.
+    It names the ranks that failed. If one of its causes is not an Exception, e.g. a
+    KeyboardInterrupt, it is raised unchanged.
     """
     try:
         yield
@@ -314,13 +316,17 @@ def _errors_of_ranks() -> Iterator[None]:
         failures = [failure for failure, _ in error.failures.values()]
         if not all(isinstance(failure, Exception) for failure in failures):
             raise
+        ranks_by_message: dict[str, list[int]] = {}
+        for rank, (failure, _) in sorted(error.failures.items()):
+            message = str(failure)
+            if not isinstance(failure, CheckpointError):
+                message = f"{type(failure).__name__}: {message}"
+            ranks_by_message.setdefault(message, []).append(rank)
         messages = [
-            str(failure)
-            if isinstance(failure, CheckpointError)
-            else f"{type(failure).__name__}: {failure}"
-            for failure in failures
+            message if ranks.size == 1 else f"{ranks_text(failed_ranks)}: {message}"
+            for message, failed_ranks in ranks_by_message.items()
         ]
-        raise CheckpointError("; ".join(dict.fromkeys(messages))) from error
+        raise CheckpointError("; ".join(messages)) from error
 
 
 @contextlib.contextmanager
