@@ -27,7 +27,14 @@ from torch import Tensor
 
 from emblib.ops.derivatives import once_differentiable
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.headers import ALL_GATHER, ALL_TO_ALL, Content, Headers, enter_collective
+from emblib.sharding.headers import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    MODE_BIT,
+    Content,
+    Headers,
+    enter_collective,
+)
 from emblib.sharding.ranks import RankGroup
 
 # Messages of these contents follow the sizes of their batch, which had a header: another header
@@ -302,6 +309,7 @@ def start_sizes(
     lists: Sequence[Sequence[Sequence[int]]],
     received_sizes: Sequence[int],
     ranks: RankGroup,
+    mode: int,
 ) -> Awaitable[list[tuple[list[int], list[list[int]]]]]:
     """Send the sizes of batches: `common` to all ranks, and lists of numbers to each rank.
 
@@ -314,6 +322,7 @@ def start_sizes(
         lists: `lists[r][i]` are the numbers of list i for rank r.
         received_sizes: `received_sizes[i]` is the length of list i for this rank, from every rank.
         ranks: the ranks, which all make this call.
+        mode: the `Mode` of the collections, which headers compare.
 
     Returns:
         An awaitable of the common numbers and the lists, by the rank that sent them.
@@ -323,7 +332,7 @@ def start_sizes(
     """
     if ranks.size == 1:
         return ReadyAwaitable([(list(common), [list(numbers) for numbers in lists[0]])])
-    kind = [Content.SIZES, ALL_TO_ALL, len(received_sizes)]
+    kind = [Content.SIZES, ALL_TO_ALL, len(received_sizes) | mode << MODE_BIT]
     if ranks.device.type == "cpu":
         compact_lists = [
             [number for one_list in rank_lists for number in _trim_repeats(one_list)]

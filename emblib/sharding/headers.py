@@ -4,7 +4,8 @@ The ranks of a process group match collectives by the order of their calls. If a
 collective than its peers, gloo aborts the process. So for tensors in host memory ranks first
 exchange a header that describes the collective, and all ranks raise if headers disagree
 (`Headers`). All headers of a process group have the same size, so even ranks that disagree can
-exchange them. A rank that calls a collective without a header, such as a barrier, is not detected.
+exchange them. A rank that calls a collective without a header, such as `dist.barrier`, is not
+detected.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Content(enum.IntEnum):
     GRADIENTS = 5
     NUMBERS = 6
     OBJECTS = 7
+    BARRIER = 8
 
     @property
     def description(self) -> str:
@@ -64,7 +66,23 @@ class Content(enum.IntEnum):
             Content.GRADIENTS: "gradients of rows",
             Content.NUMBERS: "numbers of a pipeline",
             Content.OBJECTS: "what a checkpoint, a state dict or a handle of a table collects",
+            Content.BARRIER: "a barrier",
         }.get(self, "values")
+
+
+class Mode(enum.IntFlag):
+    """The modes in which a rank looks up a batch of several collections."""
+
+    GRADIENTS = 1  # gradients are enabled
+    TRAINING = 2  # a collection is in training mode
+    EVAL = 4  # a collection is in eval mode
+
+    @property
+    def description(self) -> str:
+        """Describe the modes in an error message."""
+        names = {Mode.TRAINING: "training", Mode.EVAL: "eval"}
+        modes = " and ".join(name for mode, name in names.items() if mode in self)
+        return f"in {modes} mode with{'' if Mode.GRADIENTS in self else 'out'} gradients"
 
 
 ALL_TO_ALL, ALL_GATHER = range(2)
@@ -75,8 +93,8 @@ class _KindEntry(enum.IntEnum):
 
     CONTENT = 0  # a `Content`
     COLLECTIVE = 1  # ALL_TO_ALL or ALL_GATHER
-    # GRADIENTS: a bit mask of outputs and the `_SCALED_BIT`; SIZES: the number of lists; VALUES: a
-    # number of their encoding; else 0.
+    # GRADIENTS: a bit mask of outputs and the `_SCALED_BIT`; SIZES: the number of lists, and a
+    # `Mode` from `MODE_BIT` on; VALUES: a number of their encoding; else 0.
     DETAILS = 2
 
 
@@ -203,6 +221,7 @@ def check_call(content: Content, ranks: HeaderRanks) -> None:
 
 
 _SCALED_BIT = 62  # bit of `_KindEntry.DETAILS` for gradients of a scaled loss
+MODE_BIT = 32  # first bit of a `Mode` in `_KindEntry.DETAILS`
 
 
 def _raise_difference(
@@ -246,6 +265,14 @@ def _raise_difference(
         raise RuntimeError(
             f"rank {peer} sent values in another dtype or with another codec than rank {rank}: all "
             "ranks must call a collective with one dtype and one CommPrecision"
+        )
+    modes = {number: Mode(details[number] >> MODE_BIT) for number in sorted((rank, peer))}
+    if modes[rank] != modes[peer]:
+        (first, mode), (second, other_mode) = modes.items()
+        raise RuntimeError(
+            f"rank {first} looks up {mode.description}, and rank {second} "
+            f"{other_mode.description}: call train() or eval() of the model, and enable or disable "
+            "gradients, on all ranks alike"
         )
     if details[rank] != details[peer]:
         raise RuntimeError(

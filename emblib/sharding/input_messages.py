@@ -23,7 +23,7 @@ from emblib.sharding.all_to_all import (
     start_sizes,
 )
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
-from emblib.sharding.headers import Content
+from emblib.sharding.headers import Content, Mode
 from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, OutgoingBatch
 from emblib.sharding.ranks import RankGroup
 
@@ -96,7 +96,8 @@ def start_input_dists(
 
     Raises:
         Exception: `error`, or the error of sorting a batch of this rank.
-        RuntimeError: ranks exchange something else at the same time, see `start_all_to_all`.
+        RuntimeError: ranks exchange something else at the same time, see `start_all_to_all`, or
+            look up in other modes.
     """
     batches: list[_Outgoing] = []
     state = _State.NO_BATCH if error is None else _State.ERROR
@@ -117,11 +118,22 @@ def start_input_dists(
         list(zip(*headers, strict=True)),
         [request.input_dist.header_size for request in requests],
         ranks,
+        _mode_of(requests),
     )
     if error is not None:
         pending.wait()
         raise error
     return DeferredAwaitable(partial(_send_ids, batches, pending, ranks))
+
+
+def _mode_of(requests: Sequence[InputRequest]) -> int:
+    """Return the `Mode` in which the collections of some requests look up, as an int."""
+    training_modes = {request.input_dist.training for request in requests}
+    return (
+        torch.is_grad_enabled() * Mode.GRADIENTS
+        | (True in training_modes) * Mode.TRAINING
+        | (False in training_modes) * Mode.EVAL
+    )
 
 
 def _id_nbytes(outgoing: _Outgoing) -> int:

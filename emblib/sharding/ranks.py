@@ -135,8 +135,14 @@ class RankGroup:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        if self.size > 1:
+        """Wait until every rank has called this.
+
+        Raises:
+            RuntimeError: another rank exchanges a batch instead; not detected on a GPU.
+        """
+        if self.device.type == "cpu":
+            check_call(Content.BARRIER, self)  # returns once all ranks have made it
+        elif self.size > 1:
             dist.barrier(self.group)
 
     def gather_objects(self, value: T) -> list[T]:

@@ -135,6 +135,34 @@ def test_a_loss_without_the_embeddings_is_told_at_once() -> None:
         assert "Or an error ended the step of rank 1 before its backward" in message
 
 
+def _out_of_step(ranks: RankGroup) -> list[str]:
+    """What rank 1 makes of it that a step of rank 0 is a barrier of rank 1, or of another mode."""
+    ranks = _of_its_own(ranks)
+    model = _model(ranks, 4)
+    told = []
+    for mode in ("barrier", "eval", "no_grad"):
+        is_other = ranks.rank == 1
+        model.train(not (is_other and mode == "eval"))
+        torch.set_grad_enabled(not (is_other and mode == "no_grad"))
+        try:
+            _ = ranks.barrier() if is_other and mode == "barrier" else _step(model, 0, ranks.rank)
+        except RuntimeError as error:
+            told.append(str(error))
+    torch.set_grad_enabled(True)
+    ranks.barrier()
+    model.train()
+    _step(model, 1, ranks.rank).sum().backward()  # nothing is left of it
+    return told
+
+
+def test_a_barrier_or_another_mode_on_one_rank_is_told_at_once() -> None:
+    first = "rank 0 looks up in training mode with gradients, and rank 1 in"
+    for barrier, mode, gradients in worlds.run(2, _out_of_step):
+        assert "a barrier where" in barrier or "expected a barrier" in barrier
+        assert f"{first} eval mode with gradients" in mode
+        assert f"{first} training mode without gradients" in gradients
+
+
 DTYPES = [torch.float32, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bfloat16]
 
 
