@@ -26,6 +26,16 @@ Handles = Mapping[str, TableHandle]
 """The handles of a `TableGroups` by name of the table, in the order of its slices."""
 
 
+@dataclass
+class RemoteOptimizer:
+    """The optimizer of a table that no module on this rank updates, as its shards are elsewhere.
+
+    Parameter groups change it as they change the optimizers of modules.
+    """
+
+    optimizer: Optimizer
+
+
 @dataclass(frozen=True)
 class FusedTableEntry:
     """A table with a fused optimizer: backward updates it, or `FusedOptimizer.step` if deferred.
@@ -37,6 +47,7 @@ class FusedTableEntry:
         parameters: parameters of these shards, by name.
         identity: object that the entries of one shared table have in common, and no entries of
             different tables; may be None for a table that is not shared.
+        remote: the optimizer of the table if `modules` is empty; None if nothing here needs it.
     """
 
     optimizer: Optimizer
@@ -44,6 +55,7 @@ class FusedTableEntry:
     modules: Sequence[Any]
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     identity: Any = None
+    remote: RemoteOptimizer | None = None
 
 
 def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:

@@ -251,20 +251,13 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return KeyedTensor(self._names, self._dims, values)
 
     def _mean_rules(self) -> list[UpdateRule | None]:
-        """Return the bounds of the gradients of means, which are divided after the lookup.
-
-        The optimizer of a table without a shard on this rank is that of its configuration.
-        """
+        """Return the bounds of the gradients of means, which are divided after the lookup."""
         if not (self._bounded_means and torch.is_grad_enabled()):
             return []
         optimizers = {}
         for f in self._bounded_means:
-            config = self.configs[self.layout.features[f].table]
-            optimizer = (
-                self.hyperparams.optimizer_of(config.name)
-                or config.optimizer
-                or self.groups.optimizer
-            )
+            table = self.configs[self.layout.features[f].table].name
+            optimizer = self.hyperparams.optimizer_of(table)
             if optimizer is not None:
                 optimizers[f] = optimizer
         return bounds_of_means(optimizers, len(self._dims), self.scale)

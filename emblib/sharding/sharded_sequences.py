@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
+from emblib.collections.fused_states import RemoteOptimizer
 from emblib.collections.groups import TableGroups
 from emblib.collections.modules import EmbeddingCollection
 from emblib.grad_mode import in_grad_mode
@@ -538,9 +539,17 @@ class ShardedEmbeddingCollection(StateOfTables):
         Raises:
             KeyError: there is no table of this name.
         """
+        return self._tables_with(table).storage_config(table)
+
+    def remote_optimizer(self, table: str) -> RemoteOptimizer | None:
+        """Return the optimizer of a table that no module on this rank updates, else None."""
+        return self._tables_with(table).remote_optimizer(table)
+
+    def _tables_with(self, table: str) -> "SequenceTables":
+        """Return the tables among which a table is; raise KeyError if there is none of its name."""
         for tables in self._sequence_tables():
             if table in tables.plan:
-                return tables.storage_config(table)
+                return tables
         raise KeyError(f"there is no table {table!r}; the tables are {', '.join(self.plan)}")
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:

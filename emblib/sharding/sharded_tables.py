@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
+from emblib.collections.column_order import bounds_output
+from emblib.collections.fused_states import RemoteOptimizer
 from emblib.collections.groups import SliceKey, TableGroups, group_slices
 from emblib.collections.optimizers.gradient_norms import GradientShare
 from emblib.collections.optimizers.in_backward import trained_configs
@@ -446,7 +448,17 @@ class ShardedTables(nn.Module):
             )
             for shard in self.local_shards()
         ]
-        return TableHyperparams(self._effective_plan(), modules, self.ranks)
+        optimizers = {
+            config.name: config.optimizer or self.groups.optimizer for config in self.configs
+        }
+        bounded_means = [
+            self.configs[feature.table].name
+            for feature in self.layout.features
+            if feature.is_mean and bounds_output(self.configs[feature.table])
+        ]
+        return TableHyperparams(
+            self._effective_plan(), modules, self.ranks, optimizers, bounded_means
+        )
 
     def handles(self) -> list[ShardHandle]:
         """Return the handle of each shard on this rank, with the shares of its gradients."""
@@ -473,6 +485,10 @@ class ShardedTables(nn.Module):
         if table not in configs:
             raise KeyError(f"there is no table {table!r}; the tables are {', '.join(configs)}")
         return with_storage(configs[table], self.plan[table].storage)
+
+    def remote_optimizer(self, table: str) -> RemoteOptimizer | None:
+        """Return the optimizer of a table that no module on this rank updates, else None."""
+        return self.hyperparams.remotes.get(table)
 
     # One batch
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from emblib.collections.fused_states import RemoteOptimizer
 from emblib.columns import Hyper
 from emblib.ops.autograd import is_fused
 from emblib.optim import Counter, Optimizer
@@ -39,10 +40,15 @@ class TableHyperparams:
         plan: the sharding of each table, by name.
         modules: table, module and handle of each shard or replica on this rank.
         ranks: the processes.
+        optimizers: the optimizer of each table, by name; None for a table without one.
+        bounded_means: tables whose gradients are clipped by the ranks that own the bags.
 
     Attributes:
         tables: names of the tables, by the ranks that share them, ascending and at least two; the
             same on all ranks.
+        remotes: the optimizers of tables without a shard on this rank, and of those whose optimizer
+            is not fused, by name.
+        owners: the ranks whose digests are compared, per entry of `digests`; the same on all ranks.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class TableHyperparams:
         plan: Mapping[str, ParameterSharding],
         modules: Iterable[tuple[str, Any, TableHandle]],
         ranks: RankGroup,
+        optimizers: Mapping[str, Optimizer | None],
+        bounded_means: Iterable[str],
     ) -> None:
         self.tables: dict[tuple[int, ...], list[str]] = {}
         for table, sharding in plan.items():
@@ -64,14 +72,27 @@ class TableHyperparams:
         for table, module, handle in modules:
             if has_hyperparams(module) and is_fused(module.optimizer):
                 self._modules[table], self._handles[table] = module, handle
+        self.remotes = {
+            table: RemoteOptimizer(optimizer)
+            for table, optimizer in optimizers.items()
+            if optimizer is not None and table not in self._modules
+        }
+        # Tables with bounds that all ranks apply, and that some rank has no shard of.
+        all_ranks = tuple(range(ranks.size))
+        compared_by_all = self.tables.get(all_ranks, ())
+        self._bounded_means = [table for table in bounded_means if table not in compared_by_all]
+        self.owners = [*self.tables, *([all_ranks] if self._bounded_means else [])]
 
     def optimizer_of(self, table: str) -> Optimizer | None:
-        """Return the optimizer of a table; None if it has no fused one on this rank."""
-        module = self._modules.get(table)
+        """Return the current optimizer of a table; None if it has none."""
+        module = self._modules.get(table) or self.remotes.get(table)
         return None if module is None else module.optimizer
 
+    def _bound_of(self, table: str) -> float | None:
+        return getattr(self.optimizer_of(table), "max_gradient", None)
+
     def digests(self) -> list[int]:
-        """Return a digest for each entry of `tables`, below 2^56.
+        """Return a digest for each entry of `owners`, below 2^56.
 
         `check_digests` ignores the digest of a rank that is not among the ranks of the entry.
         """
@@ -87,8 +108,9 @@ class TableHyperparams:
                 if key not in bytes_by_module:
                     bytes_by_module[key] = self._bytes_to_compare(module, is_replica=key[1])
                 byte_strings += [bytes_by_module[key], *self._frozen_parameters(table)]
-            digest = hashlib.blake2b(b"".join(byte_strings), digest_size=7)  # fits into int64
-            digests.append(int.from_bytes(digest.digest()))
+            digests.append(_digest(b"".join(byte_strings)))
+        if self._bounded_means:
+            digests.append(_digest(repr(list(map(self._bound_of, self._bounded_means))).encode()))
         return digests
 
     def bytes_by_table(self) -> dict[str, bytes]:
@@ -134,6 +156,9 @@ class TableHyperparams:
     def description(self) -> fingerprint.Description:
         """Describe the current optimizers of the tables on this rank, for an error message."""
         return {
+            f"table {table}": {"optimizer": {"max_gradient": self._bound_of(table)}}
+            for table in self._bounded_means
+        } | {
             f"table {table}": {
                 "optimizer": _current_optimizer(module),
                 "is_frozen": bool(self._frozen_parameters(table)),
@@ -141,6 +166,11 @@ class TableHyperparams:
             | ({"step": int(module.hyperparams[Hyper.STEP])} if table in self._replicated else {})
             for table, module in self._modules.items()
         }
+
+
+def _digest(text: bytes) -> int:
+    """Return a digest that fits into int64."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
 def _current_optimizer(module: TrainedModule) -> Optimizer:
@@ -178,8 +208,8 @@ def check_digests(
         RuntimeError: hyperparameters differ between ranks; on every rank.
     """
     compared_collections = [collection for collection in collections if collection]
-    # By entry of `tables`: the ranks of the entry, and the digests of all ranks.
-    owners_by_entry = chain.from_iterable(collection.tables for collection in compared_collections)
+    # By entry of `owners`: the ranks of the entry, and the digests of all ranks.
+    owners_by_entry = chain.from_iterable(collection.owners for collection in compared_collections)
     digests_by_entry = zip(*digests_by_rank or (), strict=True)
     for owner_ranks, digests in zip(owners_by_entry, digests_by_entry, strict=False):
         if len({digests[rank] for rank in owner_ranks}) > 1:
@@ -227,6 +257,7 @@ def _raise_differences(collections: Sequence[TableHyperparams], ranks: RankGroup
     differences = fingerprint.differences_where_present(ranks, description)
     raise RuntimeError(
         "learning rates and other hyperparameters of a table must be the same on all ranks, and "
-        f"are not: {'; '.join(differences)}. Set them on all ranks alike, and step schedulers and "
-        "freeze tables on all of them. These tables have not changed"
+        f"are not: {'; '.join(differences)}. Set them on all ranks alike (those without a shard "
+        "have param_groups of a FusedOptimizer too), and step schedulers and freeze tables on all "
+        "of them. These tables have not changed"
     )

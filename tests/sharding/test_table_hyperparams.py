@@ -12,6 +12,7 @@ from emblib import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, optim
 from emblib.sharding import DistributedModelParallel, column_wise, data_parallel, row_wise
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import table_wise
+from emblib.specs import Pooling
 from tests.sharding import worlds
 
 
@@ -20,7 +21,7 @@ def make_model(ranks: RankGroup) -> DistributedModelParallel:
     pooled = [
         EmbeddingBagConfig(20, 8, "rows"),
         EmbeddingBagConfig(20, 8, "replica", optimizer=optim.Adam(0.2)),
-        EmbeddingBagConfig(5, 4, "single", optimizer=optim.SGD(0.1)),
+        EmbeddingBagConfig(5, 4, "single", pooling=Pooling.MEAN, optimizer=optim.SGD(0.2)),
     ]
     history = EmbeddingConfig(20, 8, "columns")
     counted = optim.RowwiseAdagrad(0.1, counter=optim.Counter())
@@ -60,6 +61,13 @@ def set_betas(model: Any, beta1: float) -> None:
 def clip_replica(model: Any, bound: float) -> None:
     module = model.module["bags"].replicated.groups.module_of(0)[0]
     module.set_hyperparameters(max_gradient=bound)
+
+
+def clip_single(model: Any, bound: float) -> None:
+    optimizer = model.fused_optimizer
+    for group, names in zip(optimizer.param_groups, optimizer.group_names(), strict=True):
+        if "bags.embedding_bags.single.weight" in names:
+            group["max_gradient"] = bound
 
 
 def set_rate_of_single(model: Any, lr: float) -> None:
@@ -107,6 +115,7 @@ def changed_on_rank_0(ranks: RankGroup, change: Any, value: Any) -> str:
         (set_betas, 0.5, "table replica: optimizer.betas is 0.5, 0.999 on rank 0 and 0.9, 0.999"),
         (set_step_of_replica, 7, "table replica: step is 7 on rank 0 and 2 on ranks 1-2"),
         (clip_replica, 0.5, "table replica: optimizer.max_gradient is 0.5 on rank 0 and None"),
+        (clip_single, 0.5, "single: optimizer.max_gradient is 0.5 on rank 0 and None on ranks 1"),
         (freeze, "replica", "table replica: is_frozen is True on rank 0 and False on ranks 1-2"),
         (freeze, "columns", "table columns: is_frozen is True on rank 0 and False on rank 1"),
         (set_rate_of_single, 0.5, ""),

@@ -8,7 +8,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from emblib.collections.fused_states import HYPER, FusedTableEntry, check_saved_states
+from emblib.collections.fused_states import (
+    HYPER,
+    FusedTableEntry,
+    RemoteOptimizer,
+    check_saved_states,
+)
 from emblib.collections.optimizers.gradient_norms import GradientRanks
 from emblib.collections.optimizers.keyed import KeyedOptimizer, State, cycled_defaults
 from emblib.collections.optimizers.table_groups import TableGroup
@@ -84,11 +89,14 @@ class FusedOptimizer(KeyedOptimizer):
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
         entries: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
+        remotes: dict[Optimizer, list[RemoteOptimizer]] = {}
         self._first_names: dict[str, str] = {}  # other name of a shared table -> its first name
         names_by_table: dict[int, list[str]] = {}
         for path, module in modules.items():
             for table in module.fused_tables():
                 names = [_join_path(path, name) for name in table.names]
+                if table.remote is not None:
+                    remotes.setdefault(table.optimizer, []).append(table.remote)
                 if table.identity is not None:
                     first_names = names_by_table.setdefault(id(table.identity), names)
                     if first_names is not names:
@@ -96,9 +104,10 @@ class FusedOptimizer(KeyedOptimizer):
                         continue
                 entries.setdefault(table.optimizer, []).append((_join_path(path, ""), table))
         # Per group: names of its parameters on all ranks and of those on this rank, modules of its
-        # tables, and its initial optimizer.
+        # tables, its initial optimizer, and the optimizers of tables without a shard here.
         self._names, self._local_names, self._table_modules, groups = [], [], [], []
         self._optimizers = list(entries)
+        self._remotes = [remotes.get(optimizer, []) for optimizer in entries]
         params: dict[str, nn.Parameter] = {}
         for tables in entries.values():
             parameters = {
@@ -219,8 +228,8 @@ class FusedOptimizer(KeyedOptimizer):
     def _templates(self) -> list[Template]:
         """Return the optimizer and the current hyperparameters of each group."""
         templates = []
-        for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
-            current_optimizer = modules[0].optimizer if modules else optimizer
+        for group_index, modules in enumerate(self._table_modules):
+            current_optimizer = self._current_optimizer(group_index)
             hyperparams = (
                 modules[0].hyperparams.detach() if modules else current_optimizer.hyperparams("cpu")
             )
@@ -242,15 +251,21 @@ class FusedOptimizer(KeyedOptimizer):
     def _connect(self, group_index: int) -> TableGroup:
         """Connect a group with its tables, and return it."""
         group: Any = self.param_groups[group_index]
-        optimizer, modules = self._optimizers[group_index], self._table_modules[group_index]
+        modules, optimizer = self._table_modules[group_index], self._current_optimizer(group_index)
         rates = [module.learning_rate for module in modules]
-        current_optimizer = modules[0].optimizer if modules else optimizer
         group.show_entries(
-            {"lr": rates[0] if rates else optimizer.lr, **group_entries_of(current_optimizer)}
+            {"lr": rates[0] if rates else optimizer.lr, **group_entries_of(optimizer)}
         )
-        group.connect(current_optimizer, modules, rates)
+        group.connect(optimizer, modules, rates, self._remotes[group_index])
         group.show()
         return group
+
+    def _current_optimizer(self, group_index: int) -> Optimizer:
+        """Return the optimizer that a group has now; the rate of its modules may be another."""
+        for tables in (*self._table_modules[group_index], *self._remotes[group_index]):
+            optimizer: Optimizer = tables.optimizer
+            return optimizer
+        return self._optimizers[group_index]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "params": {}}
@@ -258,12 +273,12 @@ class FusedOptimizer(KeyedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         groups: list[Any] = self.param_groups
-        for group, optimizer, modules in zip(
-            groups, self._optimizers, self._table_modules, strict=False
+        for group, optimizer, modules, remotes in zip(
+            groups, self._optimizers, self._table_modules, self._remotes, strict=False
         ):
             # The rates are not read from the modules, which may not be unpickled completely yet.
             group.show_entries({"params": []})
-            group.connect(optimizer, modules, [group["lr"]] * len(modules))
+            group.connect(optimizer, modules, [group["lr"]] * len(modules), remotes)
         self._is_bound = False
         with contextlib.suppress(AttributeError, KeyError):  # of modules that are not complete yet
             self._bind_parameters()

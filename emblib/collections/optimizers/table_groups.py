@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from emblib.collections.fused_states import RemoteOptimizer
 from emblib.optim import Optimizer
 from emblib.tables import hyperparameters
 from emblib.tables.parameters import caller_level
@@ -28,12 +29,19 @@ class TableGroup(dict[str, Any]):
 
     _tables: _GroupTables | None = None
 
-    def connect(self, optimizer: Optimizer, modules: Sequence[Any], rates: Sequence[float]) -> None:
+    def connect(
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[Any],
+        rates: Sequence[float],
+        remotes: Sequence[RemoteOptimizer],
+    ) -> None:
         """Connect to modules: writes to the group reach them, and their changes are shown in it.
 
-        `rates` are their current learning rates, which are not read from the device.
+        `rates` are their current learning rates, which are not read from the device. Writes also
+        change the optimizers in `remotes`.
         """
-        self._tables = _GroupTables(self, optimizer, modules, rates)
+        self._tables = _GroupTables(self, optimizer, modules, rates, remotes)
 
     def show(self) -> None:
         """Copy the hyperparameters on which all modules agree into the group."""
@@ -128,9 +136,10 @@ class _GroupTables:
         optimizer: Optimizer,
         modules: Sequence[Any],
         rates: Sequence[float],
+        remotes: Sequence[RemoteOptimizer],
     ) -> None:
         self._group, self._optimizer = weakref.ref(group), optimizer
-        self._modules = list(modules)
+        self._modules, self._remotes = list(modules), list(remotes)
         self._initial_bound = optimizer.max_gradient
         self._rates = {id(module): rate for module, rate in zip(modules, rates, strict=True)}
         self._differing_values: dict[str, list[Any]] = {}
@@ -163,6 +172,10 @@ class _GroupTables:
             try:
                 for module in self._modules:
                     self._write_module(module, changes.fields)
+                for remote in self._remotes:
+                    remote.optimizer = hyperparameters.with_changes(
+                        remote.optimizer, changes.fields
+                    )
             finally:
                 self._is_writing = False
             self._optimizer = changed_optimizer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
-from emblib.collections.fused_states import HYPER, FusedTableEntry
+from emblib.collections.fused_states import HYPER, FusedTableEntry, RemoteOptimizer
 from emblib.collections.groups import TableGroups
 from emblib.collections.optimizers.gradient_norms import GradientRanks
 from emblib.columns import Hyper
@@ -139,6 +139,9 @@ class ShardedCollection(Protocol):
 
     def storage_config(self, table: str) -> Any:
         """Return the configuration of a table with its storage."""
+
+    def remote_optimizer(self, table: str) -> RemoteOptimizer | None:
+        """Return the optimizer of a table that no module on this rank updates, else None."""
 
 
 class SavedTable:
@@ -601,6 +604,7 @@ def fused_tables(collection: ShardedCollection, prefix: str) -> list[FusedTableE
             table.table_modules(),
             {f"{prefix}{name}": parameter for name, parameter in table.fused_parameters().items()},
             collection.shared.get(table.name),
+            collection.remote_optimizer(table.name),
         )
         for table in _tables_of(collection)
         if table.is_fused
