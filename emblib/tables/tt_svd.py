@@ -264,12 +264,17 @@ class _TTSVD:
         return projected
 
     def _factorise(self, matrix: Tensor, rank_limit: int) -> tuple[Tensor, Tensor]:
-        """Return float32 factors `[rows, rank]` and `[rank, columns]` that approximate a matrix."""
+        """Return float32 factors `[rows, rank]` and `[rank, columns]` that approximate a matrix.
+
+        The columns of the first are orthonormal, so that later cuts of the second cause errors of
+        the same size in the product.
+        """
         if matrix.size(0) <= matrix.size(1):
             basis = self._leading_eigenvectors(_gram(matrix), rank_limit).float()
             return basis, basis.T @ matrix
         basis = self._leading_eigenvectors(_gram(matrix.T), rank_limit).float()
-        return matrix @ basis, basis.T.contiguous()
+        left, triangle = torch.linalg.qr(matrix @ basis)
+        return left, triangle @ basis.T
 
     def _leading_eigenvectors(self, gram: Tensor, rank_limit: int) -> Tensor:
         """Return the leading eigenvectors of a Gram matrix, at most `rank_limit`.

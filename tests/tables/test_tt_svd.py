@@ -22,6 +22,8 @@ SPECS = [
     TTSpec(90, 12, (5,), (9, 10), (3, 4)),
     TTSpec(200, 16, (3, 7, 4), (3, 4, 5, 4), (2, 2, 2, 2)),
 ]
+# The second cut is a tall matrix, of full rank; the third is not.
+TALL = TTSpec(60, 8, (6, 8, 1), (3, 5, 2, 2), (2, 2, 2, 1))
 
 
 pytestmark = pytest.mark.usefixtures("seeded_on_device")
@@ -51,7 +53,7 @@ def test_a_tensor_train_is_found_again(spec: TTSpec) -> None:
     assert decompose(weight, spec, ranks=[9999] * len(most)).error < 1e-4
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, TALL], ids=str)
 def test_the_error_is_at_most_that_of_all_cuts(spec: TTSpec) -> None:
     weight = torch.randn(spec.rows, spec.dim)
     made = decompose(weight, spec)
