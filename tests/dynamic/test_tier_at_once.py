@@ -10,8 +10,8 @@ from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
 from emblib.dynamic import one_op
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.tiers.backing_tier import BackingTier
-from emblib.dynamic.tiers.prefetched_rows import _CallingThread
 from emblib.specs import Eviction
+from emblib.tables.calling_thread import CallingThread
 from tests.dynamic.tier_cases import batch, prefetched, specs
 from tests.interrupts import entries_of_conditions
 from tests.thread_cases import in_fork
@@ -203,7 +203,7 @@ def test_calls_of_the_thread_take_no_lock_that_ctrl_c_could_keep(
 
 
 def test_a_thread_makes_its_calls_before_it_ends() -> None:
-    thread, made = _CallingThread(), list[int]()
+    thread, made = CallingThread(), list[int]()
     for call in [thread.submit(made.append, number) for number in range(3)]:
         call.result()
     with pytest.raises(TypeError):

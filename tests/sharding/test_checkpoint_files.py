@@ -33,6 +33,7 @@ from tests.sharding import checkpoint_kills, worlds
 from tests.sharding.checkpoint_worlds import assert_is, numbers, spread
 from tests.sync_calls import record_syncs
 from tests.tables.kills import run_alone
+from tests.thread_cases import in_fork
 
 ALONE = RankGroup.single()
 WHOLE = (Shard(0, (0, 10), (0, 4)),)
@@ -247,6 +248,17 @@ def save_in_background(ranks: RankGroup, path: Path) -> list[bool]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_saves_in_the_background(world: int, tmp_path: Path) -> None:
     assert worlds.run(world, save_in_background, tmp_path) == [[True, True]] * world
+
+
+def test_a_forked_process_saves_in_the_background(tmp_path: Path) -> None:
+    def save(name: str) -> None:
+        checkpoints.async_save({"a": torch.ones(1)}, tmp_path / name, ALONE).result(30)
+
+    save("parent")  # its thread is not in the child
+    assert in_fork(lambda: save("child"), seconds=40) == ""
+    state = {"a": torch.zeros(1)}
+    checkpoints.load(state, tmp_path / "child", ALONE)
+    assert state["a"].item() == 1
 
 
 def fail_in_background(ranks: RankGroup, path: Path) -> str:

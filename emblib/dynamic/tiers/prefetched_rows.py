@@ -6,7 +6,6 @@ the moves (`start_moves`); otherwise the next call that depends on them does (`a
 Likewise `start_prefetch` has the thread call `prefetch`.
 """
 
-import _thread
 import atexit
 import contextlib
 import functools
@@ -16,7 +15,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -33,6 +31,7 @@ from emblib.dynamic.tiers.store import (
     match_keys,
 )
 from emblib.ops.tiers import SwappedMisses
+from emblib.tables.calling_thread import Call, CallingThread
 from emblib.tables.locks import register_after_fork
 
 MAX_PREFETCHED = 1 << 20  # prefetched rows in memory per table; not measured
@@ -50,89 +49,6 @@ def _exclusive(
         with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
 
     return call
-
-
-class _Call:
-    """A call that a `_CallingThread` makes.
-
-    Attributes:
-        has_ended: whether the function has returned or raised.
-    """
-
-    def __init__(self, function: Callable[..., None], arguments: Sequence[Any]) -> None:
-        self._function, self._arguments = function, arguments
-        self._error: BaseException | None = None
-        self._ends: SimpleQueue[None] = SimpleQueue()  # an item once the call has ended
-        self.has_ended = False
-
-    def make(self) -> None:
-        try:
-            self._function(*self._arguments)
-        except BaseException as error:
-            self._error = error
-        self._arguments = ()
-        self.has_ended = True
-        self._ends.put(None)
-
-    def result(self) -> None:
-        """Wait until the call has ended; raise what it raised."""
-        while not self.has_ended:
-            with contextlib.suppress(Empty):  # another thread that waits may have taken the item
-                self._ends.get(timeout=1.0)
-        if self._error is not None:
-            raise self._error
-
-
-class _CallingThread:
-    """A thread, started at first use, that makes the calls of other threads in their order.
-
-    It ends with `stop`, or once this object is deleted. Unlike those of `concurrent.futures`, its
-    methods take no lock in Python: one interrupted by Ctrl-C would leave the lock taken, and the
-    next call would wait for ever.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()  # None ends the thread
-        self._identifier: int | None = None  # of the thread; None without one
-
-    def __del__(self) -> None:
-        self.stop()
-
-    def submit(self, function: Callable[..., None], *arguments: Any) -> _Call:
-        """Have the thread call a function; raise RuntimeError if no thread can start."""
-        if self._identifier is None:
-            self._identifier = _thread.start_new_thread(_make_calls, (self._calls,))
-        call = _Call(function, arguments)
-        self._calls.put(call)
-        return call
-
-    def forget(self) -> None:
-        """Forget the thread and its calls in a forked process, which does not have it."""
-        self._calls, self._identifier = SimpleQueue(), None
-
-    def stop(self) -> None:
-        """Wait until the thread has made its calls, and end it; a later call starts another.
-
-        The thread itself, which may delete this object, does not wait.
-        """
-        if self._identifier is None:
-            return
-        last_call, is_own = self.submit(_do_nothing), self._identifier == _thread.get_ident()
-        self._identifier = None
-        self._calls.put(None)
-        if not is_own:
-            last_call.result()
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _make_calls(calls: "SimpleQueue[_Call | None]") -> None:
-    """Make calls until there is None in their place."""
-    while (call := calls.get()) is not None:
-        call.make()
-        del call  # else its arguments would live until the next one
 
 
 class RowMoves:
@@ -209,8 +125,8 @@ class PrefetchedRows:
         self._unstored_blocks: list[list[StoredRows]] = [[] for _ in tables]  # by table
         self._prefetched_blocks: list[list[StoredRows]] = [[] for _ in tables]  # oldest first
         self._lock = threading.RLock()
-        self._thread = _CallingThread()
-        self._prefetches: list[_Call] = []  # whose errors are not raised yet
+        self._thread = CallingThread()
+        self._prefetches: list[Call] = []  # whose errors are not raised yet
         self._started_moves: RowMoves | None = None  # maybe applied, maybe not
         _instances.add(self)
         register_after_fork(self)
@@ -226,8 +142,7 @@ class PrefetchedRows:
         self._lock.release()
 
     def after_fork(self) -> None:
-        """Forget the thread and its prefetches in the child, which has only the forking thread."""
-        self._thread.forget()
+        """Forget the prefetches in the child, which has only the forking thread."""
         self._prefetches = []
 
     def start_moves(self, moves: RowMoves) -> None:
@@ -330,7 +245,7 @@ class PrefetchedRows:
         self._prefetches.append(self._submit(_prefetch_in_thread, table, keys))
         _raise_first(ended)
 
-    def _submit(self, function: Callable[..., None], *arguments: Any) -> _Call:
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> Call:
         """Call a function in the store's thread, with a weak reference to this object."""
         return self._thread.submit(function, weakref.ref(self), *arguments)
 
@@ -548,7 +463,7 @@ def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     return remaining_blocks
 
 
-def _raise_first(calls: Sequence[_Call]) -> None:
+def _raise_first(calls: Sequence[Call]) -> None:
     """Raise the first exception of calls that have ended, if any."""
     for call in calls:
         call.result()

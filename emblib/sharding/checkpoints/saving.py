@@ -1,9 +1,10 @@
 """Save nested state dicts over ranks: synchronously, in the background, or as one plain file."""
 
+import atexit
 import copy
 import json
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from emblib.sharding.checkpoints.state_trees import (
 )
 from emblib.sharding.checkpoints.values import checked_values
 from emblib.sharding.ranks import RankGroup, subgroup
+from emblib.tables.calling_thread import CallingThread
 from emblib.tables.durable_files import save_archive, saving
 
 NOTES = "emblib"
@@ -85,7 +87,10 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
         ),
     )
     background = _background_writer(ranks)
-    return background.executor.submit(_write, content, path, background.ranks)
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # other ranks would wait for a cancelled save
+    background.thread.submit(_write_in_background, future, content, path, background.ranks)
+    return future
 
 
 def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> None:
@@ -148,7 +153,7 @@ class _BackgroundWriter(NamedTuple):
     """The thread that writes asynchronous saves, and the ranks over a process group of its own."""
 
     ranks: RankGroup
-    executor: ThreadPoolExecutor
+    thread: CallingThread
 
 
 _BACKGROUND_WRITERS: dict[Any, _BackgroundWriter] = {}  # by process group, until the process exits
@@ -162,9 +167,21 @@ def _background_writer(ranks: RankGroup) -> _BackgroundWriter:
         background_ranks = (
             RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
         )
-        writer = _BackgroundWriter(background_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
+        writer = _BackgroundWriter(background_ranks, CallingThread())
+        atexit.register(writer.thread.stop)  # completes pending saves
         _BACKGROUND_WRITERS[ranks.group] = writer
     return writer
+
+
+def _write_in_background(
+    future: "Future[None]", content: dict[str, Any], path: Path, ranks: RankGroup
+) -> None:
+    try:
+        _write(content, path, ranks)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
