@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -70,9 +70,7 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     packed_config.report.folder = str(folder)
     packed_config.rerun = Rerun.all.value
     if preset:
-        source = CONF / "timing" / f"{preset}.yaml"
-        pool = packed_config.timing.pool  # not the preset's: other batches would be other work
-        packed_config.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
+        packed_config.timing = _with_preset(packed_config.timing, preset)
     try:
         merged_config = OmegaConf.merge(OmegaConf.structured(Config), packed_config)
         assert isinstance(merged_config, DictConfig)
@@ -82,6 +80,24 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
             f"this version of the harness cannot run it: {str(error).splitlines()[0]}. Use the "
             "source that is enclosed"
         ) from error
+
+
+def _with_preset(timing: DictConfig, preset: str) -> DictConfig:
+    """Return the amounts of a timing preset for what `timing`, of a packed run, measures.
+
+    Batches and modes are those of the run, because others would be other claims. Its budgets are
+    scaled from its preset to this one, as for an experiment (`configure.load`).
+    """
+    folder = CONF / "timing"
+    settings = OmegaConf.load(folder / f"{preset}.yaml")
+    kept = {name: timing[name] for name in ("pool", "modes", "limit_seconds") if name in timing}
+    own_preset = folder / f"{timing.preset}.yaml"
+    if own_preset.is_file():
+        own_settings = OmegaConf.load(own_preset)
+        for name in configure.BUDGETS:
+            if own_settings[name]:  # 0 is no budget
+                kept[name] = timing[name] * settings[name] / own_settings[name]
+    return cast(DictConfig, OmegaConf.merge(settings, kept))
 
 
 def measure_again(

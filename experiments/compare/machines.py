@@ -434,6 +434,6 @@ def _missing_reason(machine: Machine, role: str, name: str) -> str:
     reasons = [
         f" ({record['status']}: {record['reason']})"
         for record in machine.run.failures()
-        if record["label"] == name and role.startswith(record["section"])
+        if record["label"] == name and machine.cells["role"].get(record["cell"]) == role
     ]
     return f"no result on {machine.label}" + (reasons[0] if reasons else "")

@@ -454,7 +454,8 @@ def sweep_figures(run: Run) -> list[Figure]:
         Figure(
             "sweep_memory",
             "Memory",
-            "Parameters, and the maximum that one step needs besides them. Lower is better.",
+            "Scratch memory is the maximum that a step needs besides parameters. " * ("B" in axes)
+            + "Lower is better.",
             sizes,
             [
                 Panel(title, _memory_drawing(run, axis, column))

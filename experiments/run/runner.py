@@ -260,6 +260,7 @@ class JobRunner:
                 "cell_number": job.cell_number,
                 "run_id": self.session.run_id,
                 "cell": job.cell.key,  # it depends on the other cells of the run
+                "title": job.cell.title,
             }
             return [
                 {"reused_from": record["run_id"], **record, **changes} for record in earlier_records

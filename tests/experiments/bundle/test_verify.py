@@ -20,6 +20,7 @@ from experiments import cli
 from experiments.bundle import archive, pack, rerun
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, ClaimOutcome, Measure, check_claims, holds
+from experiments.config.schema import Mode
 from experiments.paths import ROOT
 from experiments.results.store import pack_records, read_records
 from tests.experiments import FIRST_SCHEMA
@@ -440,6 +441,11 @@ def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path)
     quick = rerun.load_packed_config(run / "config.yaml", tmp_path, "quick")
     assert (quick.timing.preset, quick.timing.pool) == ("quick", config.timing.pool)
     old = OmegaConf.load(run / "config.yaml")
+    own = {"modes": ["cold"], "cell_seconds": 20.0, "limit_seconds": 600.0}
+    OmegaConf.save(OmegaConf.merge(old, {"timing": own}), tmp_path / "config.yaml")
+    quick = rerun.load_packed_config(tmp_path / "config.yaml", tmp_path, "quick")
+    assert (quick.timing.modes, quick.timing.limit_seconds) == ([Mode.cold], 600)
+    assert quick.timing.cell_seconds == pytest.approx(20 * 0.5 / 2.5)
     old.name = "../elsewhere"
     OmegaConf.save(old, tmp_path / "config.yaml")
     with pytest.raises(BundleError, match="cannot name the folder of a run"):

@@ -132,15 +132,18 @@ def test_what_only_one_machine_has_is_left_out_with_its_reason(tmp_path: Path) -
     def partly(record: dict[str, Any]) -> dict[str, Any] | None:
         if record["params"]["D"] == 128:
             return None
-        if record["section"] == "fbtt_readme" and record["arm"] == "tbe":
-            return {**record, "status": "oom", "reason": "needed 191 GiB", "samples": {}}
+        dim = record["params"]["D"]
+        if record["arm"] == "tbe" and (record["section"] == "fbtt_readme" or dim in (16, 32)):
+            return {**record, "status": "oom", "reason": f"needed {dim} GiB", "samples": {}}
         return record
 
     other = make(tmp_path / "other", partly, device="another CPU", hardware_id="x")
     found = Comparison.read([CPU, other])
     lines = found.exclusions
     assert "sweep, D=128: not measured on another CPU" in lines
-    assert "fbtt_readme, TBE: no result on another CPU (oom: needed 191 GiB)" in lines
+    assert "fbtt_readme, TBE: no result on another CPU (oom: needed 64 GiB)" in lines
+    for dim in (16, 32):
+        assert f"sweep, D={dim}, TBE: no result on another CPU (oom: needed {dim} GiB)" in lines
     rows = found.points
     assert "sweep, D=128" not in set(rows["role"])
     assert not ((rows["role"] == "fbtt_readme") & (rows["arm"] == "tbe")).any()

@@ -115,6 +115,8 @@ def test_a_second_run_takes_what_the_first_measured(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "measure_job", None)  # nothing may be measured
+    points = first / "points.jsonl"
+    points.write_text(points.read_text().replace('"title": "', '"title": "older '))
     status, second = run(tmp_path)
     assert status == 0
     assert second != first
@@ -123,6 +125,7 @@ def test_a_second_run_takes_what_the_first_measured(
         assert new["reused_from"] == first.name
         assert new["run_id"] == second.name
         assert new["samples"] == old["samples"]
+        assert old["title"] == f"older {new['title']}"  # titles are of the present run
     _, third = run(tmp_path)
     assert {r["reused_from"] for r in read_records(third)} == {first.name}
 
