@@ -89,11 +89,11 @@ def _with_preset(timing: DictConfig, preset: str) -> DictConfig:
     scaled from its preset to this one, as for an experiment (`configure.load`).
     """
     folder = CONF / "timing"
-    settings = OmegaConf.load(folder / f"{preset}.yaml")
+    settings = cast(DictConfig, OmegaConf.load(folder / f"{preset}.yaml"))
     kept = {name: timing[name] for name in ("pool", "modes", "limit_seconds") if name in timing}
     own_preset = folder / f"{timing.preset}.yaml"
     if own_preset.is_file():
-        own_settings = OmegaConf.load(own_preset)
+        own_settings = cast(DictConfig, OmegaConf.load(own_preset))
         for name in configure.BUDGETS:
             if own_settings[name]:  # 0 is no budget
                 kept[name] = timing[name] * settings[name] / own_settings[name]
