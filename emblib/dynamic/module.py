@@ -275,6 +275,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     # Lookups
 
+    @run_uncompiled  # an index is state, and its rows move
     def forward(
         self,
         indices: Tensor,
@@ -358,7 +359,6 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         """
         return self.include_last_offset and not is_compiling() and isinstance(offsets, Tensor)
 
-    @run_uncompiled
     @atomic
     def _train_at_once(
         self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
@@ -388,7 +388,6 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             True,
         )
 
-    @run_uncompiled
     @atomic
     def _serve_at_once(
         self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
@@ -461,7 +460,6 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             zeros = self._zeros = zeros.as_strided((num_ids,), (1,))
         return zeros
 
-    @run_uncompiled  # an index is state, and its rows move
     @atomic
     def _look_up(
         self,

@@ -147,3 +147,5 @@ def test_compiled_models_break_at_the_table() -> None:
         for out in outs:
             out.sum().backward()
     _same(*tables, device)
+    explained = torch._dynamo.explain(model)(tables[0], *batch)
+    assert explained.graph_break_count == 1, "none of the lookup is compiled"
