@@ -250,10 +250,11 @@ class Memory:
         weights, *states = self._allocate(Tier.DEVICE, device)
         return weights, states
 
-    def move_host_tier(self, device: torch.device) -> None:
+    def move_host_tier(self, device: torch.device, *, is_shared: bool = False) -> None:
         """Make the host tier usable on `device`: pinned and mapped for a GPU.
 
-        If another GPU has used it, the host waits for that GPU.
+        If another GPU has used it, the host waits for that GPU. `is_shared` moves it to memory that
+        processes share; for a GPU it does nothing.
         """
         if self._host_tensors is None:
             return
@@ -261,7 +262,9 @@ class Memory:
             # Kernels may still use the memory.
             torch.cuda.synchronize(self._mapped_tensors[0].device)
             self._mapped_tensors = None
-        self._tensors_of_host_tier(device)
+        for tensor in self._tensors_of_host_tier(device):
+            if is_shared:
+                tensor.share_memory_()
 
     def _tensors_of_host_tier(self, device: torch.device) -> list[Tensor]:
         """Return the tensors of the host tier for a module on `device`; pin and map for a GPU."""

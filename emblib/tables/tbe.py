@@ -774,10 +774,10 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._memory.check_device(fn(torch.empty(0, device="cpu")).device)
+        self._memory.check_device((probe := fn(torch.empty(1, device="cpu"))).device)
         self.flush_and_empty()
         super()._apply(fn, recurse)
-        self._memory.move_host_tier(self.hyperparams.device)
+        self._memory.move_host_tier(self.hyperparams.device, is_shared=probe.is_shared())
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

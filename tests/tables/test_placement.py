@@ -269,6 +269,13 @@ def test_copies_and_pickles() -> None:
     assert not same_tables(module, copies[0]), "a copy has memory of its own"
 
 
+def test_host_tables_are_shared_between_processes() -> None:
+    """In a forked process, updates of rows in private memory would be lost."""
+    module = make((*MIXED[:3], Placement.HOST), optim.Adagrad(0.1)).share_memory()
+    for views in module.table_views():
+        assert all(view.is_shared() for view in views.values())
+
+
 def test_a_disk_table_is_not_copied(tmp_path: Path) -> None:
     module = make(cache=CacheConfig(sets=2, directory=tmp_path))
     with pytest.raises(RuntimeError, match="cannot be copied"):
