@@ -93,12 +93,14 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     An earlier copy is replaced once the new one is complete.
 
     Raises:
-        UsageError: the run is damaged, a smoke run or itself the stored reference, or did not
-            finish.
+        UsageError: the run is damaged, a smoke run or itself the stored reference, did not finish,
+            or has no result.
     """
     stored_run = Run.read(run_directory)
     if stored_run.is_smoke or stored_run.info.get("status") != "finished":
         raise UsageError(f"{run_directory}: only a finished run at full size can be a reference")
+    if all(record["status"] != "ok" for record in stored_run.records):
+        raise UsageError(f"{run_directory}: nothing that it measured succeeded")
     device = evidence.device_folder(str(stored_run.environment["device"]))
     target = folder / device / folder_name(stored_run.config.name)
     if target.resolve() == run_directory.resolve():

@@ -152,8 +152,8 @@ def _state_differences(machines: Sequence[Machine]) -> list[Difference]:
         if run.is_smoke:
             text = f"{label} has capped sizes; its times mean nothing"
             differences.append(Difference(Importance.confounder, "smoke run", text))
-        if run.info.get("status") not in (None, "finished"):
-            text = f"{label}: {run.info['status']}"
+        if run.status != "finished":
+            text = f"{label}: {run.status}"
             differences.append(Difference(Importance.remark, "run did not end", text))
         if flags:
             text = f"{label}: {', '.join(flags)}"

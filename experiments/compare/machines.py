@@ -349,13 +349,13 @@ def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
     """Return the points of every machine, compared with the first machine's (see Comparison).
 
     Raises:
-        NotComparable: there is no point.
+        NotComparable: a machine has no point.
     """
-    frame = pd.concat(
-        [_points(i, machine) for i, machine in enumerate(machines)], ignore_index=True
-    )
-    if not len(frame):
-        raise NotComparable("none of these runs has a time of a step or forward pass")
+    frames = [_points(i, machine) for i, machine in enumerate(machines)]
+    for machine, rows in zip(machines, frames, strict=True):
+        if not len(rows):
+            raise NotComparable(f"{machine.label}: its run has no time of a step or forward pass")
+    frame = pd.concat(frames, ignore_index=True)
     first = frame[frame["machine"] == 0]
     frame["same"] = frame["role"].map(first.groupby("role")["work"].first()) == frame["work"]
     rates = ["rate", "rate_lo", "rate_hi"]

@@ -182,6 +182,12 @@ class Run:
         return [kind.case_report(self) for kind in kinds]
 
     @property
+    def status(self) -> str:
+        """Return how the run ended: "finished", "interrupted", "killed" or an error in words."""
+        # A run that is killed, or whose disk is full, has no run.json.
+        return str(self.info.get("status", "finished" if self.info else "killed"))
+
+    @property
     def is_smoke(self) -> bool:
         """Return whether sizes were capped, so that the numbers mean nothing (timing=smoke)."""
         timing = self.config.timing
@@ -205,7 +211,7 @@ class Run:
         table = self.table
         if not len(table):
             return math.nan
-        return float(((table["q75_s"] - table["q25_s"]) / table["median_s"]).median())
+        return float(((table["q75_s"] - table["q25_s"]) / table["median_s"]).dropna().median())
 
     def sections(self) -> list[str]:
         """Return the sections that have records, in the order of the experiment's cells."""

@@ -182,9 +182,7 @@ def _scaled_sentences(run: Run) -> list[str]:
 def _unfinished_sentences(run: Run) -> list[str]:
     """Describe what was planned and not measured: cells, processes of cells, values of axes."""
     sentences, processes = [], run.processes_per_cell()
-    # A run that is killed, or whose disk is full, has no run.json.
-    status = run.info.get("status", "finished" if run.info else "killed")
-    if status != "finished":
+    if (status := run.status) != "finished":
         num_cells = len({record["cell"] for record in run.records})
         planned_cells = run.info.get("cells")
         progress = f"{num_cells} of " * (planned_cells is not None)

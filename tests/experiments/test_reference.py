@@ -100,6 +100,10 @@ def test_an_unfinished_run_is_wrong_usage(
     (run / "run.json").write_text(json.dumps(info | {"status": "interrupted"}))
     assert cli.main(["reference", "keep", str(run)]) == 2
     assert "only a finished run at full size can be a reference" in capsys.readouterr().err
+    (run / "run.json").write_text(json.dumps(info))
+    (run / "points.jsonl").write_text("")
+    assert cli.main(["reference", "keep", str(run)]) == 2
+    assert "nothing that it measured succeeded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["time", "cache", "quality"])

@@ -196,10 +196,12 @@ def test_another_configuration_is_a_confounder_and_sizes_are_a_remark(tmp_path: 
     assert "B: 2048" in config
     changed = config.replace("optimizer: sgd", "optimizer: adagrad").replace("B: 2048", "B: 4096")
     (other / "config.yaml").write_text(changed)
+    (other / "run.json").unlink()
     found = {d.fact: d for d in confounders.find_differences(machines.read_machines([CPU, other]))}
     assert found["configuration"].importance is Importance.confounder
     assert found["configuration"].text == "optimizer"
     assert found["sizes chosen for the machine"].text == "cases.criteo.workload.B"
+    assert found["run did not end"].text == "another CPU: killed"
 
 
 def test_other_packages_batches_and_ranks_are_confounders(tmp_path: Path) -> None:
@@ -255,8 +257,11 @@ def test_runs_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
     with pytest.raises(NotComparable, match=r"different questions \(tt_vs_tbe, cache_hit_rate\)"):
         machines.read_machines([CPU, REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate"])
     empty = make(tmp_path / "empty", lambda r: None)
-    with pytest.raises(NotComparable, match="share no case"):
+    with pytest.raises(NotComparable, match="its run has no time of a step"):
         Comparison.read([CPU, empty])
+    renamed = make(tmp_path / "renamed", lambda r: {**r, "section": f"{r['section']}_2"})
+    with pytest.raises(NotComparable, match="share no case"):
+        Comparison.read([CPU, renamed])
 
 
 @dataclass(frozen=True)
