@@ -77,9 +77,9 @@ class LogFollower:
         KeyError: the model lacks one of `tables`.
         TypeError: the model is sharded or has no tables with rows, a source is not a sink, the step
             is not an int, `tables` is one string, or `run` is not a text or is without `step`.
-        ValueError: a table to follow was pruned or is on disk, or has an index in shared memory;
-            two of them have one name, and are not read-only copies that name a common run of a log;
-            `tables` is empty; there is no sink; or the step is below 0.
+        ValueError: a table to follow was pruned, is on disk or in a `HostEmbeddingBags`, or has an
+            index in shared memory; two of them have one name, and are not read-only copies that
+            name a common run of a log; `tables` is empty; there is no sink; or the step is below 0.
 
     Example:
         >>> import tempfile

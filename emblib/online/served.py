@@ -12,7 +12,7 @@ value, so that no search ends early. Where rows or entries run out, a larger tab
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from emblib.dynamic.saving.checkpoint import check_entries, replace_entries
 from emblib.dynamic.saving.entries import Changes, Entries, Rows
 from emblib.dynamic.saving.table_dumps import ChangeSet, apply_changes
 from emblib.grad_mode import without_gradients
-from emblib.inference import InferenceEmbeddingBags, RowIndex
+from emblib.inference import HostEmbeddingBags, InferenceEmbeddingBags, RowIndex
 from emblib.online.records import LogError, TableChange
 from emblib.online.tables import PlainTable, find_tables
 from emblib.ops import quant
@@ -70,7 +70,8 @@ def served_tables(model: nn.Module, names: Collection[str] | None = None) -> dic
         KeyError: the model lacks one of `names`.
         TypeError: the model is sharded, or has no tables that rows can describe.
         ValueError: two of these tables have one name and are not known to be copies, one was
-            pruned, its index is in shared memory, or a float table is on disk.
+            pruned, is in a `HostEmbeddingBags`, has an index in shared memory, or is a float table
+            on disk.
     """
     model_tables = find_tables(model)
     if model_tables.ranks.size > 1:
@@ -86,8 +87,11 @@ def served_tables(model: nn.Module, names: Collection[str] | None = None) -> dic
     for module in model.modules():
         if isinstance(module, InferenceEmbeddingBags):
             for t, name in enumerate(module.rows.table_names):
-                serve = partial(_serve_indexed, module, t, name)
-                tables.append((name, serve, _log_runs(module.rows)))
+                serve_indexed = partial(_serve_indexed, module, t, name)
+                tables.append((name, serve_indexed, _log_runs(module.rows)))
+        elif isinstance(module, HostEmbeddingBags):
+            names_in_host = module.rows.table_names
+            tables += [(name, partial(_refuse_in_host, name), set()) for name in names_in_host]
     if not tables:
         raise TypeError(
             f"{type(model).__name__} has no tables that a follower can serve: pass the model with "
@@ -166,6 +170,13 @@ def _serve_indexed(served: InferenceEmbeddingBags, table: int, name: str) -> Ser
             "copy.deepcopy(module)"
         )
     return IndexedRows(name, served, table)
+
+
+def _refuse_in_host(name: str) -> NoReturn:
+    raise ValueError(
+        f"table {name!r} is in a HostEmbeddingBags, whose copies of rows stay as they are: follow "
+        "the tables that it was made of, and make another one of them from time to time"
+    )
 
 
 def _check_fallback(name: str, change: TableChange, num_rows: int) -> None:

@@ -308,6 +308,9 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
         LogFollower(quantised, sink, tables="item")
     with pytest.raises(ValueError, match="was pruned"):
         LogFollower(inference.prune(quantised, {"item": torch.arange(30) < 7}), sink)
+    in_host_memory = inference.HostEmbeddingBags(quantised, {"item": torch.arange(30) < 7}, "cpu")
+    with pytest.raises(ValueError, match="follow the tables that it was made of"):
+        LogFollower(in_host_memory, sink)
     keyed = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4, name="item")])
     with pytest.raises(ValueError, match=r"several processes share.* open the frozen file in each"):
         LogFollower(inference.for_inference(keyed).share_memory(), sink)
