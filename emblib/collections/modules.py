@@ -648,6 +648,8 @@ class EmbeddingBagCollection(TableCollection):
         """Return the configurations of the tables."""
         return list(self.configs)
 
+    _embedding_bag_configs = property(embedding_bag_configs)  # programs for TorchRec read it
+
     def is_weighted(self) -> bool:
         """Return whether batches have weights."""
         return self._weighted
@@ -768,6 +770,8 @@ class EmbeddingCollection(TableCollection):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the tables."""
         return list(self.configs)
+
+    _embedding_configs = property(embedding_configs)  # programs for TorchRec read it
 
     def need_indices(self) -> bool:
         """Return whether the result has the ids as its weights."""

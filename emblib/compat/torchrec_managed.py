@@ -115,12 +115,15 @@ class MCHManagedCollisionModule(nn.Module):
         if not isinstance(eviction_policy, LFU_EvictionPolicy):
             raise TypeError(f"eviction_policy must be one of this package, got {eviction_policy!r}")
         self.device, self.eviction = torch.device(device), eviction_policy.eviction
-        self._num_rows, self._input_size, self._buckets = zch_size, input_hash_size, buckets
+        self._input_size, self._buckets = input_hash_size, buckets
         self.input_hash_func = input_hash_func
+        # Programs read TorchRec's private attributes, too.
+        self._zch_size, self._eviction_interval = zch_size, eviction_interval
+        self._eviction_policy = eviction_policy
 
     def output_size(self) -> int:
         """Return the number of rows of the table."""
-        return self._num_rows
+        return self._zch_size
 
     def input_size(self) -> int:
         """Return the `input_hash_size` of the constructor."""
@@ -197,7 +200,10 @@ class ManagedCollisionCollection(nn.Module):
                     "storage=Hash(initializer=...)"
                 )
             module: Any = self._managed_collision_modules[config.name]
-            hashed_configs.append(replace(config, storage=Hash(eviction=module.eviction)))
+            hashed = replace(config, storage=Hash(eviction=module.eviction))
+            # Attributes that the program attached are not fields, which `replace` copies.
+            vars(hashed).update({**vars(config), **vars(hashed)})
+            hashed_configs.append(hashed)
         return hashed_configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -128,6 +128,7 @@ def shard_modules(
     plan: ShardingPlan | None = None,
     sharders: Sequence[Any] | None = None,
     init_params: bool = False,
+    planner: Any = None,
 ) -> nn.Module:
     """Replace the collections of a model by sharded ones, and return the model.
 
@@ -138,9 +139,11 @@ def shard_modules(
         env: environment with the ranks, or for quantised collections with the devices of this
             process; None is all processes.
         device: device of the tables; None is the device of the ranks.
-        plan: plan of all collections; None is the plan of the default planner.
+        plan: plan of all collections; None is the plan of `planner`.
         sharders: sharders of the classes of collections; None is the default ones.
         init_params: whether to allocate and initialize other modules on the meta device.
+        planner: planner over the ranks; None is a default one. It is not used with `plan`, or for
+            the devices of one process.
     """
     check_flags(init_params=init_params)
     env = ShardingEnv(RankGroup()) if env is None else env
@@ -160,8 +163,9 @@ def shard_modules(
                 }
             )
     elif plan is None:
-        planner = EmbeddingShardingPlanner()
+        planner = EmbeddingShardingPlanner() if planner is None else planner
         plan = planner.collective_plan(module, sharders, ranks_of(env, device))
+    assert plan is not None
     for path, tables in plan.plan.items():
         collection = module.get_submodule(path)
         sharder = _sharder_of(collection, sharders)
@@ -491,6 +495,7 @@ class _PipelineNames(Subscripted):
     model: nn.Module
     optimizer: Any
     device: torch.device
+    _steps_ahead: Any
 
     @property
     def _model(self) -> nn.Module:
@@ -507,6 +512,18 @@ class _PipelineNames(Subscripted):
     def detach(self) -> nn.Module:
         """Return the model; it can always be called, because pipelines do not rewrite it."""
         return self.model
+
+    def reset(self) -> None:
+        """Do nothing after the end of the batches, where nothing is in flight.
+
+        Raises:
+            NotImplementedError: batches are in flight.
+        """
+        if self._steps_ahead:
+            raise NotImplementedError(
+                "reset would drop batches that are in flight: call progress until StopIteration, "
+                "or pass the next iterator to progress, which trains them first"
+            )
 
     def attach(self, model: nn.Module | None = None) -> None:
         """Do nothing: the pipeline goes on where it was; ValueError for another model."""

@@ -51,6 +51,23 @@ def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
+def _pad(
+    values: Tensor, lengths: Tensor, offsets: Tensor, num_columns: int | None, padding: float
+) -> Tensor:
+    if num_columns is None:
+        num_columns = int(lengths.max()) if lengths.numel() > 0 else 0
+    columns = torch.arange(num_columns, device=values.device)
+    is_value = columns < lengths.unsqueeze(1)
+    positions = offsets[:-1].unsqueeze(1) + columns
+    padded = values.new_full([lengths.numel(), num_columns] + list(values.shape[1:]), padding)  # noqa: RUF005 (TorchScript)
+    padded[is_value] = values[positions[is_value]]
+    return padded
+
+
+def _moved(tensor: Tensor | None, device: torch.device, *, non_blocking: bool) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+
 # If an attribute is None at first, TorchScript takes its type from the return type of a function.
 def _no_list_yet() -> list[int] | None:
     return None
@@ -76,6 +93,8 @@ class ScriptJaggedTensor:
         self._offsets = offsets
 
     values, weights_or_none = JaggedTensor.values, JaggedTensor.weights_or_none
+    lengths_or_none, offsets_or_none = JaggedTensor.lengths_or_none, JaggedTensor.offsets_or_none
+    device = JaggedTensor.device
 
     def weights(self) -> Tensor:
         """Return the weights."""
@@ -95,6 +114,30 @@ class ScriptJaggedTensor:
         """Return the values of each bag."""
         lengths: list[int] = self.lengths().tolist()
         return list(self._values.split(lengths))
+
+    def to_padded_dense(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor:
+        """Return the values `[B, N, ...]`, each bag cut or padded to N = `desired_length`."""
+        return _pad(self._values, self.lengths(), self.offsets(), desired_length, padding_value)
+
+    def to_padded_dense_weights(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor | None:
+        """Return the weights as `to_padded_dense` returns the values; None without weights."""
+        weights = self._weights
+        if weights is None:
+            return None
+        return _pad(weights, self.lengths(), self.offsets(), desired_length, padding_value)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
+        """Return the bags on `device`."""
+        return JaggedTensor(
+            self._values.to(device, non_blocking=non_blocking),
+            _moved(self._weights, device, non_blocking=non_blocking),
+            _moved(self._lengths, device, non_blocking=non_blocking),
+            _moved(self._offsets, device, non_blocking=non_blocking),
+        )
 
 
 class ScriptKeyedJaggedTensor:
@@ -135,6 +178,8 @@ class ScriptKeyedJaggedTensor:
 
     weights = ScriptJaggedTensor.weights
     lengths, offsets = ScriptJaggedTensor.lengths, ScriptJaggedTensor.offsets
+    lengths_or_none = KeyedJaggedTensor.lengths_or_none
+    offsets_or_none, device = KeyedJaggedTensor.offsets_or_none, KeyedJaggedTensor.device
 
     def sync(self) -> "KeyedJaggedTensor":
         """Return self; methods compute sizes when they are called."""
@@ -182,6 +227,36 @@ class ScriptKeyedJaggedTensor:
             first_feature = end_feature
         return batches[1:]  # type: ignore[return-value]
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedJaggedTensor":
+        """Return the batch on `device`."""
+        return KeyedJaggedTensor(
+            self._keys,
+            self._values.to(device, non_blocking=non_blocking),
+            _moved(self._weights, device, non_blocking=non_blocking),
+            _moved(self._lengths, device, non_blocking=non_blocking),
+            _moved(self._offsets, device, non_blocking=non_blocking),
+            self._stride,
+            self._stride_per_key_per_rank,
+            self._inverse,
+            length_per_key=self._length_per_key,
+        )
+
+    def permute(
+        self, indices: list[int], indices_tensor: Tensor | None = None
+    ) -> "KeyedJaggedTensor":
+        """Return the features at these positions, in this order."""
+        parts = self.split([1] * len(self._keys))
+        chosen = [parts[index] for index in indices]
+        keys = [self._keys[index] for index in indices]
+        values = torch.cat([self._values[:0]] + [part.values() for part in chosen])
+        lengths = torch.cat([self.lengths()[:0]] + [part.lengths() for part in chosen])  # type: ignore[misc]
+        weights = self._weights
+        if weights is not None:
+            weights = torch.cat([weights[:0]] + [part.weights() for part in chosen])
+        return KeyedJaggedTensor(
+            keys, values, weights, lengths, None, self._stride, None, None, length_per_key=None
+        )
+
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Return the bags of each feature."""
         features: dict[str, JaggedTensor] = {}
@@ -212,6 +287,11 @@ class ScriptKeyedTensor:
 
     keys, values = KeyedTensor.keys, KeyedTensor.values
     length_per_key = KeyedTensor.length_per_key
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
+        """Return the tensor on `device`."""
+        values = self._values.to(device, non_blocking=non_blocking)
+        return KeyedTensor(self._keys, self._length_per_key, values)
 
     def offset_per_key(self) -> list[int]:
         """Return the first column of each block, and the number of columns."""

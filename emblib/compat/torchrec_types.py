@@ -233,8 +233,14 @@ class _Config:
         object.__setattr__(self, "feature_names", names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a field, with the checks of the constructor; an error changes no field."""
+        """Assign a field, with the checks of the constructor; an error changes no field.
+
+        A program may attach other attributes of its own, as to TorchRec's configurations.
+        """
         current_fields = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        if name not in current_fields and name not in _REMEDY_BY_OPTION:
+            object.__setattr__(self, name, value)
+            return
         was_quantised = isinstance(current_fields["storage"], Quantized)
         if name == "data_type" and (was_quantised or value in _BITS):
             current_fields["storage"] = None

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.shard import collections_of
 
 
 def _check_options(options: object) -> None:
@@ -199,11 +200,17 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
     If a submodule has any tensor on the meta device, directly or in a parameter list or dict, all
     these tensors of the submodule are allocated on `device`. Other submodules do not change.
+    A collection on the meta device is moved with all of its tables.
 
     Raises:
         RuntimeError: a submodule on the meta device has no `reset_parameters`. Submodules before it
             have been allocated.
     """
+    collections: Any = collections_of(module).values()
+    for collection in collections:
+        if collection.device.type == "meta":
+            collection.to_empty(device=device)
+            in_grad_mode(collection.reset_parameters, enabled=False)()
     for name, submodule in module.named_modules():
         modules = _with_containers(submodule)
         if not any(tensor.is_meta for owner in modules for tensor in _tensors_of(owner)):

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from emblib.collections.optimizers import FusedOptimizer
 from emblib.compat import torchrec
+from emblib.optim import Adam, Hyper
 
 
 def config(**changes: Any) -> torchrec.EmbeddingBagConfig:
@@ -30,9 +32,27 @@ def test_fields_of_a_configuration_are_assigned_as_checked() -> None:
     assert weight.eq(1).all()
     with pytest.raises(ValueError, match="embedding_dim"):
         made.embedding_dim = 0
-    with pytest.raises(TypeError, match="no_field"):
-        made.no_field = 1  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="need_pos"):
+        made.need_pos = True
     assert made.embedding_dim == 4
+
+
+def test_configurations_keep_attributes_of_programs() -> None:
+    """TorchEasyRec marks frozen tables, and reads private attributes."""
+    made = config()
+    made.trainable = False  # type: ignore[attr-defined]
+    collection = torchrec.EmbeddingBagCollection(tables=[made])
+    module = torchrec.MCHManagedCollisionModule(
+        10, torch.device("cpu"), torchrec.LRU_EvictionPolicy(), eviction_interval=3
+    )
+    managed = torchrec.ManagedCollisionEmbeddingBagCollection(
+        collection, torchrec.ManagedCollisionCollection({"t": module}, [made])
+    )
+    assert (module._zch_size, module._eviction_interval) == (10, 3)
+    for each in (collection, managed._embedding_module):
+        assert each._embedding_bag_configs[0].trainable is False
+    sequences = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(10, 8, "t")])
+    assert sequences._embedding_configs == sequences.embedding_configs()
 
 
 def test_an_assigned_data_type_changes_the_storage() -> None:
@@ -109,6 +129,33 @@ def test_states_load_without_groups() -> None:
     assert target.param_groups[0]["lr"] == 0.7
     with pytest.raises(ValueError, match="always have param_groups"):
         source.save_param_groups(False)
+
+
+def test_wrappers_of_programs_reach_the_optimizers_that_they_wrap() -> None:
+    class Counted(torchrec.OptimizerWrapper):
+        loaded = 0
+
+        def step(self, closure: Any = None) -> Any:
+            return self._optimizer.step(closure)
+
+        def post_load_state_dict(self) -> None:
+            super().post_load_state_dict()
+            self.loaded += 1
+
+    made = config(optimizer=Adam(0.1))
+    collection = torchrec.EmbeddingBagCollection(tables=[made])
+    tables, dense = FusedOptimizer.of(collection), wrapper()
+    both = Counted(torchrec.CombinedOptimizer([("tables", tables), dense]))
+    assert [optimizer for _, optimizer in both._optimizer._optims] == [tables, dense]
+    assert isinstance(dense._optimizer, torch.optim.SGD)
+    both.step()
+    both.set_optimizer_step(7)
+    hyper = both.state_dict()["state"]["tables.embedding_bags.t.weight"]["hyper"]
+    assert hyper[Hyper.STEP] == 7
+    both.load_state_dict(both.state_dict())
+    assert both.loaded == 1
+    with pytest.raises(ValueError, match="step must be"):
+        both.set_optimizer_step(-1)
 
 
 def test_the_norm_is_measured_without_clipping() -> None:

@@ -132,18 +132,48 @@ def test_scripted_code_takes_makes_and_splits_batches() -> None:
             bag = torchrec.JaggedTensor(again["z"].values(), lengths=again["z"].lengths())
             if bool((bag.offsets() != again.to_dict()["z"].offsets()).any()):
                 raise ValueError("bags differ")
-            return again.split([1, 0, 3])
+            return again.permute([3, 0]).split([1]) + again.split([1, 0, 3])
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = torch.jit.script(Parts())
     features = batch(weighted=True)
-    for found, expected in zip(compiled(features), features.split([1, 0, 3]), strict=True):
+    expected_parts = [features.permute([3]), *features.split([1, 0, 3])]
+    for found, expected in zip(compiled(features), expected_parts, strict=True):
         assert type(found) is KeyedJaggedTensor
         assert torch.equal(found.values(), expected.values())
         assert torch.equal(found.weights(), expected.weights())
         assert torch.equal(found.lengths(), expected.lengths())
-    assert [part.keys() for part in compiled(features)] == [["x"], [], ["y", "z", "g0"]]
+    assert [part.keys() for part in compiled(features)] == [
+        ["g0"],
+        ["x"],
+        [],
+        ["y", "z", "g0"],
+    ]
+
+
+def test_bags_are_padded_in_scripted_code() -> None:
+    class Pads(nn.Module):
+        def forward(self, bags: torchrec.JaggedTensor) -> list[Tensor | None]:
+            return [
+                bags.to_padded_dense(),
+                bags.to_padded_dense(2, padding_value=-1.0),
+                bags.to_padded_dense_weights(4),
+                bags.lengths_or_none(),
+            ]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.jit.script(Pads())
+    lengths = torch.tensor([3, 0, 1])
+    for values, weights in (
+        (torch.rand(4, 2), None),
+        (torch.arange(4), torch.rand(4)),
+        (torch.zeros(0, 2), None),
+    ):
+        bags = torchrec.JaggedTensor(values, weights, lengths if values.numel() else lengths * 0)
+        for found, expected in zip(compiled(bags), Pads()(bags), strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [None, torchrec.DataType.FP16])

@@ -122,9 +122,10 @@ def fused_params(rec: Any) -> None:
 
 @probe("init_parameters")
 def models(rec: Any) -> None:
-    over = nn.Linear(2, 2, device="meta")
+    collection = rec.EmbeddingBagCollection(tables=bags(rec).embedding_bag_configs(), device="meta")
+    over = nn.Sequential(collection, nn.Linear(2, 2, device="meta"))
     rec.init_parameters(over, torch.device("cpu"))
-    assert over.weight.abs().sum() > 0
+    assert all(weight.abs().sum() > 0 for weight in over.parameters())
 
 
 @probe("state_dict_gather state_dict_to_device ShardedTensor")
@@ -448,6 +449,10 @@ def sharding_calls(rec: Any) -> None:
     for call in (rec.shard_modules, rec._shard_modules):
         model = call(nn.Sequential(collection), env(rec), plan=whole)
         assert isinstance(model[0], rec.ShardedModule)
+        only = {"a": rec.ParameterConstraints(sharding_types=["row_wise"])}
+        planner = rec.EmbeddingShardingPlanner(constraints=only)
+        planned = call(nn.Sequential(collection), env(rec), planner=planner)
+        assert isinstance(planned[0], rec.ShardedModule)
         torch.testing.assert_close(model[0](batch(rec)).wait().values(), expected)
     assert len(rec.get_default_sharders()) == len(rec.get_module_to_default_sharders()) >= 4
 
@@ -605,6 +610,7 @@ def pipelines(rec: Any) -> None:
         assert isinstance(pipeline, rec.TrainPipeline)
         assert pipeline._model is model
         assert pipeline._device == torch.device("cpu")
+        pipeline.reset()
         left = iter([batch(rec)] * 3)
         found = [pipeline.progress(left) for _ in range(3)]
         with pytest.raises(StopIteration):

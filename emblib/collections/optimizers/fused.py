@@ -325,6 +325,13 @@ class FusedOptimizer(KeyedOptimizer):
                     parameter.grad = None
         super().zero_grad(set_to_none)
 
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the number of updates of all tables, which bias corrections and counters use."""
+        super().set_optimizer_step(step)
+        for modules in self._table_modules:
+            for module in modules:
+                module.set_step(step)
+
 
 class _BareTables:
     """A module of tables outside collections; its own state dict has the optimizer states."""

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from emblib.collections.optimizers.gradient_norms import (
 from emblib.collections.optimizers.torch_states import with_names, without_params
 from emblib.grad_mode import without_gradients
 from emblib.optim.base import number_or_nan
-from emblib.specs import OptionEnum, check_bool
+from emblib.specs import OptionEnum, check_bool, check_count
 from emblib.tables.parameters import is_updated_in_backward
 
 State = dict[str, dict[str, Any]]  # states by name, by the name of their parameter
@@ -148,8 +149,21 @@ class KeyedOptimizer(TorchOptimizer):
             hook_result = pre_hook(self, state_dict)
             state_dict = state_dict if hook_result is None else hook_result
         self._load_checked(state_dict)
+        self.post_load_state_dict()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def post_load_state_dict(self) -> None:
+        """Do nothing; subclasses may define what happens at the end of `load_state_dict`."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the number of steps of tables that backward updates; other steps stay.
+
+        Raises:
+            TypeError: `step` is not an int.
+            ValueError: `step` is negative.
+        """
+        check_count("step", step, minimum=0)
 
     def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         """Check a state dict, then load it; hooks have changed it already."""
@@ -279,6 +293,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self.state, self.defaults = self.wrapped.state, self.wrapped.defaults
         self.wrapped.register_load_state_dict_post_hook(self._keep_groups)
 
+    _optimizer = property(attrgetter("wrapped"))  # subclasses written for TorchRec read it
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.wrapped.register_load_state_dict_post_hook(self._keep_groups)
@@ -330,6 +346,8 @@ class OptimizerWrapper(KeyedOptimizer):
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.defaults = optimizer.defaults
 
+    _optimizer = property(attrgetter("wrapped"))  # subclasses written for TorchRec read it
+
     def __getstate__(self) -> dict[str, Any]:
         return without_params(super().__getstate__())
 
@@ -344,6 +362,14 @@ class OptimizerWrapper(KeyedOptimizer):
     def zero_grad(self, set_to_none: Any = True) -> None:
         """Reset the gradients."""
         self.wrapped.zero_grad(set_to_none)
+
+    def post_load_state_dict(self) -> None:
+        """Call `post_load_state_dict` of the wrapped optimizer."""
+        self.wrapped.post_load_state_dict()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the step of tables that the wrapped optimizer has."""
+        self.wrapped.set_optimizer_step(step)
 
     def gradient_ranks(self) -> GradientRanks | None:
         """Return the ranks over which the gradients of the wrapped optimizer are sharded."""
@@ -523,6 +549,18 @@ class CombinedOptimizer(KeyedOptimizer):
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
         """Return the optimizers, each with its prefix."""
         return list(self._optimizers)
+
+    _optims = optimizers  # programs for TorchRec read it
+
+    def post_load_state_dict(self) -> None:
+        """Call `post_load_state_dict` of all optimizers."""
+        for _, optimizer in self._optimizers:
+            optimizer.post_load_state_dict()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the step of tables that any of the optimizers has."""
+        for _, optimizer in self._optimizers:
+            optimizer.set_optimizer_step(step)
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
