@@ -23,12 +23,16 @@ for sha in $(git rev-list --max-count=500 HEAD^1); do
   fi
 done
 
+changes=$(git status --porcelain -- emblib csrc)
 started=$(mktemp)
 status=0
 scripts/gate.sh "${advisory[@]}" "$base" "$@" || status=$?
 result=$(find "$perf" -name gate.json -newer "$started" -print -quit)
 rm -f "$started"
-if [ -n "$result" ]; then
+# The trend leaves out other runs, which would replace one of this commit.
+if ((status == 130)) || [ -n "$changes" ]; then
+  say "interrupted, or of a working tree with changes: not added to $history"
+elif [ -n "$result" ]; then
   cp "$result" "$history/$(git rev-parse HEAD).json"
   "$(find_python)" run.py trend "$history" --out build/trend
   summarise < build/trend/trend.md

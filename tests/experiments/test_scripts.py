@@ -447,3 +447,24 @@ def test_wrong_kernels_are_not_timed(gpu_day: Machine) -> None:
     forced = gpu_day.run("gpu_day.sh", TESTS="1", FORCE="1")
     assert forced.returncode == 1
     assert any("bench.gpu kernels" in call for call in gpu_day.lines("calls"))
+
+
+def test_only_a_whole_run_of_a_commit_joins_the_history(tmp_path: Path) -> None:
+    scripts, library = tmp_path / "scripts", tmp_path / "emblib"
+    for folder in (scripts, library):
+        folder.mkdir()
+    for name in ("trend.sh", "lib.sh"):
+        shutil.copy2(ROOT / "scripts" / name, scripts)
+    machine = Machine(scripts, {"EMBLIB_PYTHON": str(scripts / "python"), "HISTORY": "history"})
+    machine.install(
+        "gate.sh", "#!/bin/sh\nmkdir -p build/perf; echo > build/perf/gate.json; exit $STATUS\n"
+    )
+    machine.install("python", "#!/bin/sh\nmkdir -p build/trend; touch build/trend/trend.md\n")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", str(tmp_path)]
+    for words in (["init", "-q"], ["add", "scripts"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    for status, is_changed, expected in (("130", False, 0), ("0", True, 0), ("3", False, 1)):
+        (library / "new.py").touch() if is_changed else (library / "new.py").unlink(missing_ok=True)
+        done = machine.run(str(scripts / "trend.sh"), STATUS=status)
+        assert done.returncode == int(status), done.stderr
+        assert len(list((tmp_path / "history").iterdir())) == expected
