@@ -406,6 +406,8 @@ class DynamicTable:
     def set_entries(self, entries: Entries) -> Loaded:
         """Replace the entries; every shard takes those it owns. The eviction log restarts.
 
+        For other rows use `dataclasses.replace(entries(), keys=..., stamps=..., rows=...)`.
+
         Raises:
             TypeError: the argument is not `Entries`.
             ValueError: the entries do not fit; then nothing is changed.
@@ -636,7 +638,10 @@ class DynamicTable:
     def _owned_entries(self, entries: Entries, number: int) -> Entries:
         """Return the entries whose keys shard `number` owns."""
         if not isinstance(entries, Entries):
-            raise TypeError(f"entries must be Entries, got {type(entries).__name__}")
+            raise TypeError(
+                f"entries must be those of entries(), Entries, got {type(entries).__name__}; "
+                "dataclasses.replace(entries(), keys=..., stamps=..., rows=...) has other rows"
+            )
         return entries.owned(number, len(self.owners))
 
     def _ask_owners(

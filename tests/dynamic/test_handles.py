@@ -1,6 +1,7 @@
 """Handles of dynamic tables in one process: of a module, a collection and a model."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,17 @@ def test_scores_of_keys(device: torch.device, tiered: bool) -> None:
     plain = module(device)
     with pytest.raises(ValueError, match="'item' evicts by lru"):
         plain.table_handles()["item"].set_key_scores(some, 1)
+
+
+def test_entries_may_have_rows_from_elsewhere() -> None:
+    """As documented; states of the optimizer start from their first value."""
+    bags = DynamicEmbeddingBags([DynamicSpec(64, 4, name="user")], optim.Adam(0.1))
+    table, keys, rows = bags.table_handles()["user"], torch.tensor([7, 2**62]), torch.rand(2, 4)
+    with pytest.raises(TypeError, match=r"got dict; dataclasses.replace\(entries\(\), keys="):
+        table.set_entries({7: rows[0]})  # type: ignore[arg-type]
+    stamps = torch.zeros_like(keys)
+    table.set_entries(replace(table.entries(), keys=keys, stamps=stamps, rows={"weight": rows}))
+    assert torch.equal(bags.eval()(keys, torch.arange(3)), rows)
 
 
 @pytest.mark.parametrize("tiered", [False, True])
