@@ -741,14 +741,14 @@ class PrefetchingCache:
         with self.lock:
             self._queue.clear()  # batches in flight that nothing refers to are released later
 
-    def reset(self) -> None:
-        """Empty the cache and forget prefetched batches; updates of cached rows are dropped."""
+    def reset(self, *, keeps_prefetched: bool = True) -> None:
+        """Empty the cache, and forget prefetched batches, if not kept; drop cached updates."""
         with self.lock:
-            self._queue.clear()
+            self._queue = self._queue if keeps_prefetched else deque()
             self._postponed_fetches.clear()
             self.complete_fetches()
             self.begin_access()
-            # A new number, so that slots of earlier batches are looked up again.
+            # A new number, so that slots of earlier batches, prefetched too, are looked up again.
             self.last_fetched_batch = self.cache.new_ticket()
             self.cache.reset()
             self.end_access()

@@ -585,8 +585,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Write cached rows and their optimizer state back to their tables; they stay in the cache.
 
         DISK tables are committed: after a crash they are restored to their last flush, see
-        docs/placement.md. Without a cached table this does nothing. Errors are those of
-        `DiskStore.commit`.
+        docs/placement.md. Does nothing without a cached table; raises as `DiskStore.commit` does.
         """
         if self._prefetching_cache is not None:
             self._prefetching_cache.flush(self._tiers())
@@ -599,7 +598,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def reset_cache_states(self) -> None:
         """Empty the cache and forget prefetched batches; drop updates since the last `flush`."""
         if self._prefetching_cache is not None:
-            self._prefetching_cache.reset()
+            self._prefetching_cache.reset(keeps_prefetched=False)
 
     def cache_stats(self) -> CacheStats:
         """Return requests, hits and misses since the last reset (reads the device).
@@ -632,7 +631,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.
 
-        The cache is flushed and emptied first, and prefetched batches are forgotten. After the next
+        The cache is flushed and emptied first; prefetched batches stay valid. After the next
         batch, views of cached tables may have old values, and writes to them may be lost. Call
         `flush` after writes to DISK tables: the end of the process before that damages them.
         """
@@ -775,7 +774,8 @@ class TableBatchedEmbeddingBags(FusedTables):
     @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._memory.check_device((probe := fn(torch.empty(1, device="cpu"))).device)
-        self.flush_and_empty()
+        self.flush()
+        self.reset_cache_states()
         super()._apply(fn, recurse)
         self._memory.move_host_tier(self.hyperparams.device, is_shared=probe.is_shared())
         return self
