@@ -125,11 +125,16 @@ class MissingModules:
                 similar_names = get_close_matches(
                     name.removeprefix(f"{root}."), filter(None, MODULES), 3
                 )
+                other_source = (
+                    "emblib.compat.torchrec.install(fallback=True) takes it from an installed "
+                    f"torchrec. {RUN_TORCHREC_ITSELF}"
+                )
+                if "fallback" in vars(installed):
+                    other_source = "The installed torchrec has none either"
                 raise ModuleNotFoundError(
                     f"{name}: emblib has no counterpart of this module or name of TorchRec"
                     + (f"; it has {', '.join(similar_names)}" if similar_names else "")
-                    + ". emblib.compat.torchrec.install(fallback=True) takes it from an installed "
-                    f"torchrec. {RUN_TORCHREC_ITSELF}",
+                    + f". {other_source}",
                     name=root,
                 )
 

@@ -64,6 +64,8 @@ def test_modules_that_the_tree_lacks_run_over_its_names() -> None:
         from torchrec.sparse import test_utils
 
         assert test_utils.helper() == 1
+        with pytest.raises(ModuleNotFoundError, match="installed torchrec has none either"):
+            importlib.import_module("torchrec.linter")
     assert "torchrec.models.toy" not in sys.modules
 
 
