@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from emblib.online.records import PREFIX_BYTES, LogError, body_bytes, is_complete
 from emblib.specs import check_count
-from emblib.tables.durable_files import sync_directory
+from emblib.tables.durable_files import name_file, sync_directory
 
 _SUFFIX = ".log"
 
@@ -141,7 +141,8 @@ class DirectorySink:
             while remaining:
                 remaining = remaining[os.write(self._file, remaining) :]
             os.fsync(self._file)
-        except BaseException:
+        except BaseException as error:
+            name_file(error, self._segment_path(self._segment_number))
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._segment_bytes)
             raise

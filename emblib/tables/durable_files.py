@@ -394,6 +394,12 @@ def check_free_space(directory: Path, nbytes: int) -> None:
         )
 
 
+def name_file(error: BaseException, path: Path) -> None:
+    """Add a path to an OSError that names no file, as those of writes do, e.g. on a full disk."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(path)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` when the context ends; its content is then on the disk.
@@ -418,8 +424,7 @@ def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
         rename(new_path, path)
     except BaseException as error:
         remove(new_path)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(path)  # a write that failed, e.g. for lack of space, names no file
+        name_file(error, path)
         raise
 
 

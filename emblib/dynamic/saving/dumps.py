@@ -31,6 +31,7 @@ from emblib.tables.durable_files import (
     json_checksum,
     lock_file,
     make_directory,
+    name_file,
     open_fresh,
     replace_json,
 )
@@ -247,7 +248,11 @@ class ArrayWriter:
             buffer = bytearray(chunk.numel() * self.dtype.itemsize)
             torch.frombuffer(buffer, dtype=self.dtype).copy_(chunk)
             self._crc = zlib.crc32(buffer, self._crc)
-            _write_all(self._handle, buffer, self._num_written)
+            try:
+                _write_all(self._handle, buffer, self._num_written)
+            except OSError as error:
+                name_file(error, self.path)
+                raise
             self._num_written += len(buffer)
 
     def flush(self) -> None:
