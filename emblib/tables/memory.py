@@ -199,13 +199,13 @@ class Memory:
         # Not computed in `all_tiers`: torch 2.12 does not compile arithmetic of enums.
         self._tiers_after_device = range(Tier.DEVICE + 1, last_tier + 1)
         self.check_device(device)
-        self._host_tensors: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
+        # On the CPU, pinned once a GPU uses it; on meta until the module has left it once.
+        self._host_tensors: list[Tensor] | None = None
         self._mapped_tensors: list[Tensor] | None = None  # the same memory as tensors on a GPU
         self._disk: DiskStore | None = None
         self._stored_hyperparams: list[float] | None = None
         if self.layout.num_rows[Tier.HOST]:
-            pinned = device.type == "cuda"
-            self._host_tensors = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
+            self._host_tensors = self._allocate_host(device)
         if self.layout.num_rows[Tier.DISK]:
             if cache.directory is None:
                 raise ValueError(
@@ -245,6 +245,11 @@ class Memory:
             tensors.append(allocate((length,), dtype=dtype, device=device))
         return tensors
 
+    def _allocate_host(self, device: torch.device) -> list[Tensor]:
+        """Allocate the host tier of a module on `device`: pinned for a GPU, on meta for meta."""
+        host = device if device.type == "meta" else torch.device("cpu")
+        return self._allocate(Tier.HOST, host, pinned=device.type == "cuda")
+
     def allocate_device(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Allocate weights and states of the device tier."""
         weights, *states = self._allocate(Tier.DEVICE, device)
@@ -269,6 +274,8 @@ class Memory:
     def _tensors_of_host_tier(self, device: torch.device) -> list[Tensor]:
         """Return the tensors of the host tier for a module on `device`; pin and map for a GPU."""
         assert self._host_tensors is not None
+        if self._host_tensors[0].is_meta and device.type != "meta":
+            self._host_tensors = self._allocate_host(device)
         if device.type != "cuda":
             return self._host_tensors
         if self._mapped_tensors is None:
@@ -367,9 +374,8 @@ class Memory:
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights` and of `optimizer_state` in the host and disk tiers."""
-        cpu = torch.device("cpu")
-        tiers = (tier for tier in (Tier.HOST, Tier.DISK) if self.layout.num_rows[tier])
-        tensors_of_tiers = [self._tensors_of_tier(tier, cpu) for tier in tiers]
+        disk_tensors = [] if self._disk is None else [self._disk.weights, *self._disk.states]
+        tensors_of_tiers = [tensors for tensors in (self._host_tensors, disk_tensors) if tensors]
         return {
             "weights": sum(tensors[0].nbytes for tensors in tensors_of_tiers),
             "optimizer_state": sum(
@@ -412,7 +418,9 @@ class Memory:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._host_tensors is not None:  # torch.load(map_location=...) moves every tensor
-            self._host_tensors = [tensor.cpu() for tensor in self._host_tensors]
+            self._host_tensors = [
+                tensor if tensor.is_meta else tensor.cpu() for tensor in self._host_tensors
+            ]
 
 
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with pages of 4 KiB

@@ -280,6 +280,15 @@ def test_host_tables_are_shared_between_processes() -> None:
         assert all(view.is_shared() for view in views.values())
 
 
+def test_host_tables_have_no_memory_on_meta() -> None:
+    """Models too large for one rank are made on meta and sharded."""
+    module = make((*MIXED[:3], Placement.HOST), device="meta", bounds_check=BoundsCheck.NONE)
+    assert all(table.is_meta for table in copy.deepcopy(module).table_weights())
+    saved = make((*MIXED[:3], Placement.HOST))
+    module.to_empty(device="cpu").load_state_dict(saved.state_dict())
+    assert_close(module(*batch(1)), saved(*batch(1)), rtol=0, atol=0)
+
+
 def test_a_disk_table_is_not_copied(tmp_path: Path) -> None:
     module = make(cache=CacheConfig(sets=2, directory=tmp_path))
     with pytest.raises(RuntimeError, match="cannot be copied"):
