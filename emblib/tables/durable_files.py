@@ -341,7 +341,10 @@ def check_directory(directory: Path, content: str, known_file: str) -> None:
 
 
 def lock_file(
-    path: Path, content: str, remedy: str = "end it, or delete the module that has them"
+    path: Path,
+    content: str,
+    remedy: str = "end it, or delete the module that has them; or name another directory, for a "
+    "table that is sharded in the storage of its plan",
 ) -> int:
     """Lock a file exclusively and return its handle, which holds the lock until it is closed.
 
