@@ -12,6 +12,7 @@ import emblib
 from emblib.sharding import DistributedModelParallel, checkpoints
 from experiments import evidence, front_page
 from tests.bench import cpu_matrix, cpu_peers
+from tests.compat.peer import hide_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
@@ -76,9 +77,10 @@ def test_the_sharded_example_runs_in_one_process(
 @pytest.mark.parametrize(
     "page", ["dynamic", "from_embedding_bag", "from_peers", "getting_started", "tables", "torchrec"]
 )
-def test_the_examples_of_a_page_run(page: str) -> None:
+def test_the_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples of other pages are run by the tests of their area."""
     names: dict[str, object] = {}
+    hide_modules("torchrec", monkeypatch)  # `install()` raises if another page has imported it
     for example in re.findall(
         r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL
     ):
