@@ -148,9 +148,10 @@ torch_requirement > "$state/constraints.new" ||
   fail "$python imports a torch that pip does not know, so pip would install another one over it; \
 install torch with pip (pip install torch==$TORCH_VERSION), or name an environment without it: make PYTHON=..."
 mv "$state/constraints.new" "$state/constraints"
-"$python" -c 'import torch; print(torch.version.cuda or "", end="")' > "$state/torch_cuda"
 dirname "$python" > "$state/bin"
 
 say "installing build tools and dependencies for $(cat "$state/constraints")"
 install_needs build
+# After numpy, without which torch warns as it is imported.
+"$python" -c 'import torch; print(torch.version.cuda or "", end="")' > "$state/torch_cuda"
 touch "$state/torch"

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,11 @@ pytest_plugins = ["tests.light_hooks", "tests.quick_close", "tests.whole_files"]
 # With "cuda:1" the current device is another: code without a device guard fails.
 CUDA = os.environ.get("EMBLIB_TEST_CUDA", "cuda")
 DEVICES = ["cpu", *([CUDA] if torch.cuda.is_available() else [])]
+# For tests that compile for the CPU with Inductor, whose code includes Python's headers.
+needs_python_headers = pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="needs Python.h (on Debian: apt-get install python3-dev)",
+)
 
 
 @pytest.fixture(params=DEVICES, ids=lambda name: name.partition(":")[0])

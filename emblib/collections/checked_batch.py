@@ -18,6 +18,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.ops.route import is_captured
 from emblib.specs import BoundsCheck
 from emblib.tables.bounds_report import is_padded
+from emblib.tables.graph_break import is_in_export
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_recomputation
 
@@ -98,7 +99,7 @@ def _cover_ids(id_bounds: list[int], num_ids: int) -> bool:
 
 def _is_traced_without_values() -> bool:
     """Return whether numbers that are read from tensors are unknown in the graph being traced."""
-    if torch.compiler.is_exporting():
+    if is_in_export():
         return True
     return torch.compiler.is_compiling() and torch._dynamo.config.capture_scalar_outputs  # noqa: SLF001
 

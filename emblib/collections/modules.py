@@ -51,6 +51,7 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
 from emblib.storage.initial_values import without_initial_values
 from emblib.tables import optimizer_hooks, state_dicts
+from emblib.tables.graph_break import is_in_export
 
 
 def _check_tables_argument(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
@@ -183,7 +184,7 @@ class TableCollection(nn.Module):
 
     def _is_in_order(self, features: Any) -> bool:
         """Return whether a batch has exactly the features of `groups`, in the same order."""
-        if torch.compiler.is_exporting() and self._has_keyed:
+        if is_in_export() and self._has_keyed:
             raise RuntimeError(
                 "torch.export takes no collection with hash tables: export "
                 "emblib.inference.for_inference(collection), which keeps the rows as they are, or "

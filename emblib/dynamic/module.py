@@ -42,7 +42,7 @@ from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.batches import append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
-from emblib.tables.graph_break import run_uncompiled
+from emblib.tables.graph_break import is_in_export, run_uncompiled
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import check_not_replicated
 
@@ -451,7 +451,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     def _zeros_like(self, ids: Tensor) -> Tensor:
         """Return int32 zeros, one per id, usually in memory that batches share."""
-        if torch.compiler.is_exporting():  # zeros of the last batch would fix the number of ids
+        if is_in_export():  # zeros of the last batch would fix the number of ids
             return torch.zeros_like(ids, dtype=torch.int32)
         zeros, num_ids = self._zeros, ids.numel()
         if zeros.numel() != num_ids or zeros.device != ids.device:
@@ -469,7 +469,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         counts: Tensor | None,
     ) -> Tensor:
         """Look up a checked batch: train, repeat a checkpointed forward, or change nothing."""
-        if torch.compiler.is_exporting():
+        if is_in_export():
             return self._look_up_exported(keys, batch, sample_weights)
         calls = self._calls
         if calls is None or not calls.matches(self):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 
@@ -13,6 +12,7 @@ from emblib.collections.optimizers.gradient_norms import GradientShare
 from emblib.sharding.all_to_all import start_all_gather
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import TableHandle
+from emblib.tables.graph_break import is_in_export
 from emblib.tables.parameters import RegisteredParameter, check_registered, refuse_replacement
 
 
@@ -76,7 +76,7 @@ class ShardParameters(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over this module; raises RuntimeError in `torch.export`, which calls this."""
-        if torch.compiler.is_exporting():
+        if is_in_export():
             raise_not_exportable()
         return super().named_modules(*args, **kwargs)
 
@@ -108,7 +108,7 @@ class ShardParameters(nn.Module):
 
 def is_exporting() -> bool:
     """Return whether `torch.export` runs, also before it traces; true in `torch.compile` too."""
-    return torch.compiler.is_exporting() or TracingContext.try_get() is not None
+    return is_in_export() or TracingContext.try_get() is not None
 
 
 def raise_not_exportable() -> NoReturn:

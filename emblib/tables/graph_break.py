@@ -1,4 +1,4 @@
-"""Graph breaks for torch.compile that do not import torch's compiler."""
+"""Graph breaks that do not import the compiler of torch, and whether torch.export runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def is_in_export() -> bool:
+    """Return whether `torch.export` runs; unlike `torch.compiler.is_exporting` of torch 2.10.
+
+    In graphs of `torch.compile` that one is always true there.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def run_uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

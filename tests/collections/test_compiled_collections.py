@@ -18,9 +18,11 @@ from emblib import (
 )
 from emblib.storage import Dense, Hashed, Narrow, QuotientRemainder, Storage, TensorTrain
 from tests.collections.compiled_forms import FORMS, check_training
+from tests.conftest import needs_python_headers
 
 
 # Columns in another order, with means; vectors of several modules.
+@needs_python_headers
 @pytest.mark.parametrize("name", ["bags, float16", "sequences"])
 def test_inductor_trains(name: str) -> None:
     check_training(FORMS[name], "inductor")

@@ -25,6 +25,7 @@ from emblib import (
     optim,
 )
 from emblib.collections.optimizers import FusedOptimizer
+from tests.conftest import needs_python_headers
 
 BATCH = (torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 2, 5]))
 MAKERS: dict[str, Callable[[optim.Optimizer], Any]] = {
@@ -261,7 +262,12 @@ def test_copies_of_scalers_are_scalers_of_their_own(duplicate: Callable[[Any], A
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("plain", "eager"), ("plain", "inductor"), ("tt", "aot_eager")]
+    ("kind", "backend"),
+    [
+        ("plain", "eager"),
+        pytest.param("plain", "inductor", marks=needs_python_headers),
+        ("tt", "aot_eager"),
+    ],
 )
 def test_a_compiled_graph_refuses_as_well(kind: str, backend: str) -> None:
     torch._dynamo.reset()

@@ -29,6 +29,7 @@ from emblib.collections.optimizers import FusedOptimizer
 from emblib.ops import autograd
 from emblib.tables.graph_break import run_uncompiled
 from tests import nightly, optimizer_cases
+from tests.conftest import needs_python_headers
 from tests.tbe_cases import CASES, Case
 
 PLAIN = replace(CASES["plain"], batch=4)
@@ -127,6 +128,7 @@ def test_training_equals_eager(optimizer: str) -> None:
     assert twins.graphs == graphs, "compiled again"
 
 
+@needs_python_headers
 def test_inductor_updates_tables_in_place() -> None:
     case = replace(PLAIN, rows=(503, 7), weighted=True)
     twins = Twins(lambda: case.module(optim.Adagrad(0.1)), "inductor", dynamic=True)
@@ -145,6 +147,7 @@ def test_inductor_updates_tables_in_place() -> None:
     assert not any(copies.search(text) for text in updates), "a copy of a whole table"
 
 
+@needs_python_headers
 def test_inductor_compiles_a_model_with_its_loss() -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
