@@ -15,9 +15,9 @@ _R = TypeVar("_R")
 
 
 def is_in_export() -> bool:
-    """Return whether `torch.export` runs; unlike `torch.compiler.is_exporting` of torch 2.10.
+    """Return whether `torch.export` runs.
 
-    In graphs of `torch.compile` that one is always true there.
+    `torch.compiler.is_exporting` of torch 2.10 is also true in every graph of `torch.compile`.
     """
     return torch.compiler._is_exporting_flag
 

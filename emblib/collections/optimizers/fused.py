@@ -262,10 +262,9 @@ class FusedOptimizer(KeyedOptimizer):
 
     def _current_optimizer(self, group_index: int) -> Optimizer:
         """Return the optimizer that a group has now; the rate of its modules may be another."""
-        for tables in (*self._table_modules[group_index], *self._remotes[group_index]):
-            optimizer: Optimizer = tables.optimizer
-            return optimizer
-        return self._optimizers[group_index]
+        owners = [*self._table_modules[group_index], *self._remotes[group_index]]
+        optimizer: Optimizer = owners[0].optimizer if owners else self._optimizers[group_index]
+        return optimizer
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "params": {}}
