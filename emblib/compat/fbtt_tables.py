@@ -24,13 +24,15 @@ class StackedCores(nn.ParameterList):
 
     def as_list(self) -> list[nn.Parameter]:
         """Return the parameters; iterating over a `ParameterList` is slow."""
-        parameters: Any = list(self._parameters.values())
-        return parameters if len(parameters) == len(self) else list(self)
+        cores: Any = list(self._parameters.values())
+        return cores if len(cores) == len(self) else list(self)
 
+    @ops.keeping_parameters()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the cores, but keep their dtype, as tables do: kernels need it."""
         return super()._apply(ops.keep_dtype(fn), recurse)
 
+    @ops.keeping_parameters()
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
     ) -> None:

@@ -3,7 +3,8 @@
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -127,6 +128,27 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
     return move
+
+
+@contextmanager
+def keeping_parameters() -> Iterator[None]:
+    """Make moves and loads of `nn.Module` write into parameters, not swap or replace them.
+
+    `torch.__future__` can select either for all modules. Lookups read the memory of the parameters
+    that there are. Also a decorator.
+    """
+    future = torch.__future__
+    swaps, replaces = (
+        future.get_swap_module_params_on_conversion(),
+        future.get_overwrite_module_params_on_conversion(),
+    )
+    future.set_swap_module_params_on_conversion(False)
+    future.set_overwrite_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        future.set_swap_module_params_on_conversion(swaps)
+        future.set_overwrite_module_params_on_conversion(replaces)
 
 
 try:

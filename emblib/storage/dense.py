@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from emblib.ops import autograd
+from emblib.ops import autograd, keeping_parameters
 from emblib.ops.cache import WAYS
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import (
@@ -446,6 +446,7 @@ class DenseHandle(TableHandle):
         with torch._C.DisableTorchFunctionSubclass():  # else each read flushes the cache again
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
+    @keeping_parameters()
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         metadata, *other_arguments = arguments
         module: DenseModule = self.module

@@ -507,6 +507,7 @@ class FusedTables(nn.Module):
         """Return the keys that a strict load of `state_dict` requires."""
         raise NotImplementedError
 
+    @ops.keeping_parameters()
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
@@ -545,6 +546,7 @@ class FusedTables(nn.Module):
             except ValueError as error:
                 yield f"{hyper_key}: {error}"
 
+    @ops.keeping_parameters()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
         loses_values = self.hyperparams.is_meta or parameters.loses_values(fn)

@@ -75,6 +75,7 @@ class Cores(nn.ParameterList):
         """Return whether a parametrization or pruning computes a core."""
         return any(name not in self._parameters for name in self._names)
 
+    @ops.keeping_parameters()
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:

@@ -54,6 +54,26 @@ def test_a_cell(name: str, kind: str) -> None:
         assert found.outcome == expected
 
 
+MOVED = (
+    "`.to(device)`, `.cpu()`",
+    "`.half()`",
+    "`.to('meta')`, then `to_empty` and `load_state_dict`",
+)
+
+
+@pytest.mark.parametrize("option", ["swap", "overwrite"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_torch_converts_parameters_does_not_matter(
+    kind: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"_{option}_module_params_on_conversion"
+    monkeypatch.setattr(torch.__future__, name, True)
+    for operation in MOVED:
+        found, expected = outcome(ROWS[operation], kind), CELLS[operation][kind]
+        assert (found.outcome, operation) == (expected, operation), found.reason
+    assert getattr(torch.__future__, name)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_default_device_of_torch_does_not_matter(kind: str, tmp_path: Path) -> None:
     subject, other, loaded, restored = (Subject(kind) for _ in range(4))
