@@ -141,9 +141,10 @@ def run(
     settings: Mapping[str, str],
     options: Sequence[str] = ON_PRETEND_GPUS,
 ) -> int:
-    """Run tests in a process of their own and return the exit status of pytest."""
+    """Run tests in a process of their own and return its exit status, 128 + n after signal n."""
     command = [sys.executable, "-m", "pytest", "-q", *options, *tests, *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode
+    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode
+    return status if status >= 0 else 128 - status  # -n would be lost in a maximum
 
 
 def run_short(arguments: Sequence[str], settings: Mapping[str, str]) -> int:
@@ -172,10 +173,14 @@ def run_wide(names: Sequence[str]) -> int:
         on_one = "EMBLIB_TEST_RANKS" in settings  # its ranks are on both devices anyway
         for number, devices in enumerate(WIDE_SETTINGS[:1] if on_one else WIDE_SETTINGS):
             report = FOLDER / f"wide-{name}-{number}.xml"
+            report.unlink(missing_ok=True)  # a process that is killed writes none
             arguments = [f"--junitxml={report}"]
             statuses.append(run(tests, arguments, {**settings, **devices}, options))
+            outcomes = [f"no report, exit status {statuses[-1]}"]
+            if report.exists():
+                outcomes = count_outcomes(report.read_text())
             title = " ".join([name, *devices.values()])
-            lines += [f"{title}: {outcome}" for outcome in count_outcomes(report.read_text())]
+            lines += [f"{title}: {outcome}" for outcome in outcomes]
     print("\n".join(lines), flush=True)
     return max(statuses)
 

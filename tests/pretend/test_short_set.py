@@ -1,15 +1,18 @@
 """The short set of the pretend GPU passes: the part of it that every run of the tests includes."""
 
 import re
+import signal
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.compile_cache import ROOT, files_of
+from tests.pretend import session
 from tests.pretend.library import ENTRIES, FOLDERS, objects
-from tests.pretend.session import MATRIX, SCHEDULES, WIDE, count_outcomes, run_short
+from tests.pretend.session import MATRIX, SCHEDULES, WIDE, Room, count_outcomes, run_short
 from tests.pretend.torch_cuda import Settings
 
 # A kernel is 10 to 120 kB of code per architecture: raise this number where a new one pays.
@@ -76,6 +79,24 @@ def test_outcomes_of_the_wide_set_are_counted() -> None:
         "2 passed, 1 failure, 0 error, 1 skipped in 4 s",
         "skipped c[cuda]: has no pages",
     ]
+
+
+def test_tests_that_are_killed_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other sets that pass do not hide it, nor does the report of an earlier run."""
+    files = [tmp_path / f"test_{name}.py" for name in ("killed", "passing")]
+    for path, body in zip(files, ("__import__('signal').raise_signal(9)", "pass"), strict=True):
+        path.write_text(f"def test_{path.stem}():\n    {body}\n")
+    rooms = {path.stem: Room((str(path), "-pno:cacheprovider"), ()) for path in files}
+    monkeypatch.setattr(session, "WIDE", rooms)
+    monkeypatch.setattr(session, "WIDE_SETTINGS", ({},))
+    monkeypatch.setattr(session, "FOLDER", tmp_path)
+    (tmp_path / "wide-test_killed-0.xml").write_text("<testsuites/>")
+    assert session.run_wide([]) == 128 + signal.SIGKILL
+    lines = capfd.readouterr().out.splitlines()
+    assert "test_killed: no report, exit status 137" in lines
+    assert any(line.startswith("test_passing: 1 passed, 0 failure") for line in lines)
 
 
 def test_rooms_of_the_wide_set_exist() -> None:
