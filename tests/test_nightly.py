@@ -1,6 +1,7 @@
 """The lists of what only `make nightly` runs are complete, and each entry is of a test."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_each_command_of_the_night_is_listed() -> None:
     commands = [part for part in recipe.replace("\\\n", " ").split(";") if "||" in part]
     found = [[name for name in (OF_THE_LISTS, *COMMANDS) if name in part] for part in commands]
     assert sorted(found) == sorted([name] for name in (OF_THE_LISTS, *COMMANDS))
+
+
+def test_an_hour_of_fuzzing_is_within_the_limit_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBLIB_FUZZ_SECONDS", "3600")
+    fuzz = runpy.run_path(str(HERE / "fuzz" / "test_fuzz.py"))
+    marks = {mark.name: mark.args for mark in fuzz["test_calls_right_and_wrong"].pytestmark}
+    groups = list(marks["parametrize"][1])
+    assert marks["timeout"][0] > 3600 / len(groups) + fuzz["PATIENCE_SECONDS"]
 
 
 def test_no_file_has_a_list_of_its_own() -> None:
