@@ -56,7 +56,12 @@ def _word(word: Word) -> int:
     return int(word)
 
 
+def library_path() -> Path:
+    """Build what this process tests: the sanitized library where EMBLIB_SIMT_SANITIZE is set."""
+    return build(sanitize=bool(os.environ.get("EMBLIB_SIMT_SANITIZE")))
+
+
 @cache
 def library() -> Library:
-    """The library of this process; the sanitized one where EMBLIB_SIMT_SANITIZE is set."""
-    return Library(build(sanitize=bool(os.environ.get("EMBLIB_SIMT_SANITIZE"))))
+    """Load the library that this process tests."""
+    return Library(library_path())

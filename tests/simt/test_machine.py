@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.simt.library import build, library
+from tests.simt.library import library, library_path
 
 
 @pytest.mark.parametrize("threads", [32, 256, 1024])
@@ -63,7 +63,7 @@ words = (ctypes.c_int64 * 3)(ctypes.addressof(count), ctypes.addressof(out), 96)
 ctypes.CDLL(sys.argv[1]).simt_order(words)
 print(*out)
 """
-    command = [sys.executable, "-c", code, str(build(sanitize=False))]
+    command = [sys.executable, "-c", code, str(library_path())]
     environment = os.environ | {"EMBLIB_SIMT_ORDER": order}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     threads = range(96)
