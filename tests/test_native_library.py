@@ -329,14 +329,15 @@ _OLD_LIBRARY = """
 import torch
 get = type(torch.ops.emblib).__getattr__
 def without_one_op(namespace, name):
-    return get(namespace, "no_such_op" if name == "hash_find" else name)
+    return get(namespace, "no_such_op" if name == {op!r} else name)
 type(torch.ops.emblib).__getattr__ = without_one_op
 import emblib
 """
 
 
-def test_import_refuses_an_old_library() -> None:
-    ((status, errors),) = _run((_OLD_LIBRARY, {}))
+@pytest.mark.parametrize("op", ["hash_find", "page_crc32", "tier_find_batch_"])
+def test_import_refuses_an_old_library(op: str) -> None:
+    ((status, errors),) = _run((_OLD_LIBRARY.format(op=op), {}))
     last = errors.strip().splitlines()[-1]
     assert status != 0
     assert last.startswith("ImportError: emblib's native library ")

@@ -156,10 +156,12 @@ try:
         autograd,
         cache,
         hash,
+        pages,
         primitives,
         quant,
         route,
         tbe,
+        tiers,
         tt,
     )
 except AttributeError as missing_op:
@@ -198,10 +200,12 @@ __all__ = [
     "empty_table",
     "hash",
     "keep_dtype",
+    "pages",
     "primitives",
     "quant",
     "require_kernels",
     "route",
     "tbe",
+    "tiers",
     "tt",
 ]
