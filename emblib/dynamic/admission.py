@@ -486,6 +486,7 @@ class Admission(nn.Module):
         Raises:
             ValueError: an admission rule returned something other than one bool per key; the keys
                 are counted then.
+            Exception: a rule raised it; the keys are counted then.
         """
         if self.counter is None and self.sketches is None:
             return None
@@ -536,7 +537,7 @@ class Admission(nn.Module):
                 table. A table with a rule uses the rule instead.
 
         Raises:
-            ValueError: as `admit`.
+            ValueError, Exception: as `admit`.
         """
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects

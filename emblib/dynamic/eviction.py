@@ -171,7 +171,10 @@ class EvictionScores(nn.Module):
         self.values[table].clamp_(min=min(last_step + 1, MAX_TICK))
 
     def copy_scores(self, table: int, source: "EvictionScores", source_table: int) -> None:
-        """Copy the score of the next batch of a table of another module, if both assign one."""
+        """Copy the score of the next batch of a table of another module with the same eviction.
+
+        Nothing is copied if it assigns none, or if none was set.
+        """
         eviction = self._evictions[table]
         is_set = source_table not in source._unset_tables  # noqa: SLF001 - of the same class
         is_same = source._evictions[source_table] is eviction  # noqa: SLF001

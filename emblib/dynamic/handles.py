@@ -274,7 +274,8 @@ class DynamicTable:
         """Remove all keys whose time to live is over now; return how many, over all shards.
 
         Raises:
-            ValueError: the table has no ttl.
+            ValueError: the table has no ttl, or the clock returned a number that is not a time.
+            Exception: the clock or the backing store raised it.
         """
         counts = self._map_shards("expire_keys", sweeps.expire_keys)
         return sum(count for shard_counts in counts for count in shard_counts.values())
@@ -659,10 +660,7 @@ class DynamicTable:
         """
         columns_by_rank = self._run_on_all_ranks(method, lambda: _keys_with_scores(keys, *scores))
         columns = [torch.cat(column) for column in zip(*columns_by_rank, strict=True)]
-        all_keys, num_keys = (
-            columns[0],
-            [columns_of_rank[0].numel() for columns_of_rank in columns_by_rank],
-        )
+        all_keys, num_keys = columns[0], [keys.numel() for keys, *_ in columns_by_rank]
         owner = routing.owner(all_keys, len(self.owners))
 
         def answers() -> Tensor:

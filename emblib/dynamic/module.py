@@ -309,9 +309,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 `Eviction.CUSTOM` has no score, or only some tables are frozen.
             TypeError: indices have another dtype, indices or offsets are not tensors, or
                 `batch_sizes` are not ints.
-            ValueError: `batch_sizes` do not fit; on the CPU, counts are below 0; or there are
-                weights without pooling.
-            Exception: the backing store raised it.
+            ValueError: `batch_sizes` do not fit; on the CPU, counts are below 0; there are weights
+                without pooling; or, in training, the clock returned a number that is not a time, or
+                `FrequencyAdmission.rule` something other than one bool per key.
+            Exception: the backing store, the clock or the rule raised it.
 
         Other invalid offsets are clamped, with a warning.
         """

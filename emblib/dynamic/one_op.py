@@ -38,8 +38,8 @@ class OneOpBatch(NamedTuple):
         offsets: int32 `[F * B + 1]`, the offsets of its bags.
         slots: int64 `[L]`, the row of each key, -1 for none: a slot, an overflow or fallback row.
         reads: rows that the lookups read.
-        groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`; None if the op only found
-            the keys, and if some lookups read fallback rows.
+        groups: the lookups by row, the fields of `emblib.ops.tbe.Groups` without their order and
+            padding; None if the op only found the keys, and if some lookups read fallback rows.
     """
 
     keys: Keys
@@ -129,9 +129,8 @@ def insert_in_one_op(
     Raises:
         RuntimeError: a table has no score for its keys; nothing is changed.
         ValueError: the clock returned a number that is not a time; nothing is changed. Or an
-            admission rule raised or returned something other than one bool per key; see
-            `Admission.admit`.
-        Exception: the backing store or the clock raised it.
+            admission rule returned something other than one bool per key; see `Admission.admit`.
+        Exception: the backing store, the clock or an admission rule raised it.
     """
     # Raises before anything is changed.
     scores = None if state.scores is None else state.scores.batch_scores()
@@ -183,11 +182,13 @@ def insert_in_one_op(
             expiry.run()
         if not miss_results:  # every key has a slot
             return OneOpBatch(keys, offsets32, slots, BatchReads(slots), groups)
-        has_rows = backing is None and arguments.fallback is not None
-        rows = miss_results[1] if has_rows else slots
-        reads = BatchReads(rows, is_fallback=rows != slots if has_rows else None)
-        if reads.is_fallback is not None and bool(reads.is_fallback.any()):
-            groups = None  # by key, but several keys share a fallback row
+        rows, is_fallback = slots, None
+        if backing is None and arguments.fallback is not None:
+            rows = miss_results[1]
+            is_fallback = rows != slots
+            if bool(is_fallback.any()):
+                groups = None  # by key, but several keys share a fallback row
+        reads = BatchReads(rows, is_fallback=is_fallback)
         reads = state.row_initializer.with_default_rows(keys, reads)
         return OneOpBatch(keys, offsets32, rows, reads, groups)
 

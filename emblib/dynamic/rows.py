@@ -314,9 +314,10 @@ class BatchReads(NamedTuple):
         indices: int64 `[L]`, rows of tables; -1 for none, which reads zeros; 0 where a default row
             is read.
         slots: int32 `[L]`, index in `default_rows` of the row that is read instead, -1 for none;
-            None if no lookup reads a default row.
-        default_rows: flat rows of `RowLayout.stride` elements each.
-        is_fallback: bool `[L]`, the lookups that read fallback rows; None if the tables have none.
+            None is -1 for all.
+        default_rows: flat rows of `RowLayout.stride` elements each; None if `slots` is.
+        is_fallback: bool `[L]`, the lookups that read fallback rows; None if none does, and from
+            `one_op.find_in_one_op`, after which no backward needs it.
     """
 
     indices: Tensor

@@ -1,4 +1,4 @@
-"""Lookups of dynamic tables by two ops or, in training, three, with arguments prepared once.
+"""Lookups of dynamic tables by few ops, with arguments prepared once.
 
 For small batches Python between ops dominates the time. `KeyedCalls` stores the arguments that all
 calls of a module share. `KeyedLookup` looks up, and its backward groups the slots of the batch,
@@ -103,7 +103,8 @@ class KeyedCalls:
 
         False on a GPU, where the host does not know the results of the op; in transforms,
         checkpointed regions and `DistributedDataParallel`; and for whatever `can_serve` refuses,
-        except different batch sizes, which the caller must exclude.
+        except gradients that stay on the weights, which only `can_insert` excludes, and different
+        batch sizes, which the caller must exclude.
         """
         return (
             self._weights.is_cpu

@@ -495,7 +495,7 @@ def reset_stats(state: DynamicState) -> None:
 def nbytes(state: DynamicState) -> dict[str, int]:
     """Return the bytes in use of `weights`, `optimizer_state` and `index`, over all tables.
 
-    Fallback rows are included, and last uses in `index`. Reads the device.
+    Fallback rows are included, and last uses in `index`; overflow rows are not. Reads the device.
     """
     weights, *states = state.layout.nbytes(state.capacities())
     index = state.index.nbytes()

@@ -100,7 +100,10 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         RuntimeError: keys found no slot in a table that raises then (`OnInsertFailure.RAISE`); the
             others are inserted. Or, with no key inserted: a table has more misses than overflow
             rows, or has no score for its keys.
-        Exception: the backing store, the budget or a function of `on_new_rows` raised it.
+        ValueError: with no key inserted: the clock returned a number that is not a time, or an
+            admission rule returned something other than one bool per key.
+        Exception: the backing store, the budget, the clock, an admission rule or a function of
+            `on_new_rows` raised it.
     """
     if state.budget is not None:
         state.budget.begin_step(state)

@@ -64,10 +64,11 @@ tensors are not checked.
   `initial_rows_` does. `touched` is the first result of `touch_batch_` if that has touched the
   keys, else None, and `admitted` bool `[m]` whether each missing key is inserted; None inserts all.
   Returns the results of `find_batch`, with -1 also in tables with fallback rows, then the fields of
-  `emblib.ops.tbe.Groups`, whose rows do not ascend here. If keys were missing, it also returns the
-  status of every position and, unless `fallback` is None, the slots with the fallback rows of keys
-  that got none. Without `touched` it returns an empty list, and changes nothing, where `find_batch`
-  does, if a table may have to grow, or if a table has too many lookups for one thread
+  `emblib.ops.tbe.Groups`, whose rows do not ascend here, and whose entries after the last group are
+  unspecified. If keys were missing, it also returns the status of every position and, unless
+  `fallback` is None, the slots with the fallback rows of keys that got none. Without `touched` it
+  returns an empty list, and changes nothing, where `find_batch` does, if a table may have to grow,
+  or if a table has too many lookups for one thread
 - `erase_(index, *batch)` removes keys and returns by position the slot that it emptied, -1 if the
   key is missing or an earlier position has removed it
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of these buckets that
@@ -222,7 +223,8 @@ class InsertedBatch(NamedTuple):
     """The slots of a batch after its insertion.
 
     Attributes:
-        slots: int64 `[L]`, -1 for keys that were not inserted.
+        slots: int64 `[L]`, -1 for keys that were not inserted; with a backing store these have
+            overflow rows.
         misses: the keys that were not in their table before; None if `insert_batch_` inserted the
             batch, or, on the CPU, if all keys hit.
         result: slots and status of the misses; None if `misses` is.

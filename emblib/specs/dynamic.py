@@ -204,8 +204,9 @@ class FrequencyAdmission:
             not trained. With None such keys read `DynamicSpec.default_value`.
         rule: function that replaces the comparison with the threshold. From keys and their counts,
             int64 `[n]` on the device of the tables, it returns which keys to admit, bool `[n]`. Its
-            result must depend on nothing else. With a rule the host waits for the GPU. None
-            compares counts with the threshold.
+            result must depend on nothing else. If it raises, it is called once more, and the
+            forward raises its exception. With a rule the host waits for the GPU. None compares
+            counts with the threshold.
 
     Raises:
         TypeError: an argument has another type.

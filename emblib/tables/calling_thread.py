@@ -49,7 +49,8 @@ class CallingThread:
 
     It ends with `stop`, or once this object is deleted. Unlike those of `concurrent.futures`, its
     methods take no lock in Python: one interrupted by Ctrl-C would leave the lock taken, and the
-    next call would wait for ever.
+    next call would wait for ever. So callers must not call `submit` and `stop` in several threads
+    at once, which is not checked: each could start a thread.
     """
 
     def __init__(self) -> None:

@@ -228,8 +228,8 @@ def changes_of_group(optimizer: Optimizer, entries: Mapping[str, Any]) -> GroupC
 
     Raises:
         TypeError: `decoupled_weight_decay` is not a bool.
-        ValueError: `lr` is not a finite number >= 0.
-        ValueError: an entry would have an effect in `torch.optim`, but has none on these tables.
+        ValueError: `lr` is not a finite number >= 0; or an entry would have an effect in
+            `torch.optim`, but has none on these tables.
     """
     changes = GroupChanges({}, {})
     field_names = {field.name for field in fields(optimizer)}

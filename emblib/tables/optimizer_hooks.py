@@ -2,7 +2,7 @@
 
 Periodic optimizers work on whole tables in some steps (`before_forward`): `EnsembleRowwiseAdagrad`,
 and `RowwiseAdagrad` with a `Counter`. `RowwiseAdagrad` with a `GlobalDecay` scales rows as they are
-read (`decay_rows`). Both are plain tensor code.
+read (`decay_rows`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -238,6 +238,7 @@ class PrefetchedRows:
         """Have the thread prefetch the rows of keys, int64 `[n]` on the CPU.
 
         Raises:
+            RuntimeError: no thread can start.
             Exception: the store raised it in an earlier prefetch; the new one is started anyway.
         """
         ended = [prefetch for prefetch in self._prefetches if prefetch.has_ended]

@@ -136,8 +136,8 @@ class _RunningForward:
 class JointDist:
     """Sends the ids of a model's collections together, before its forward.
 
-    `DistributedModelParallel` calls `start` before each forward and `end` after it, or `abandon` if
-    it failed; collections call `take`. Belongs to one thread.
+    `DistributedModelParallel` calls `start` before each forward, and `end` after it unless it
+    failed, which the next `start` finds; collections call `take`. Belongs to one thread.
 
     Args:
         model: the model without any wrapper. If it is a collection itself, nothing is sent ahead.
