@@ -25,7 +25,7 @@ explain() {
     1) echo "the gate itself failed" ;;
     2) echo "the gate was called wrongly" ;;
     3) echo "a regression was found and confirmed" ;;
-    4) echo "unsure: too many points are too noisy to decide" ;;
+    4) echo "a point is unsure or too noisy to gate, and gate.strict=true" ;;
     5) echo "some points failed, or gave wrong results" ;;
     6) echo "nothing was comparable" ;;
     130) echo "interrupted" ;;

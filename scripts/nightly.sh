@@ -2,7 +2,7 @@
 # Runs the full matrix: noise floor, every experiment, micro-benchmarks, and pages of all reports.
 #   scripts/nightly.sh [key=value ...]         e.g. timing=smoke device=cpu
 #   EXPERIMENTS="a b"   run these instead of all (all: without gate, which needs a base, and gate_power,
-#                       which takes half an hour)
+#                       which takes an hour)
 # Continues after a failed experiment. Exit status: the worst one.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
