@@ -51,7 +51,7 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
 from emblib.storage.initial_values import without_initial_values
 from emblib.tables import optimizer_hooks, state_dicts
-from emblib.tables.graph_break import is_in_export
+from emblib.tables.graph_break import is_in_export, run_uncompiled
 
 
 def _check_tables_argument(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
@@ -193,6 +193,14 @@ class TableCollection(nn.Module):
         return (
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
         )
+
+    def _breaks_graph(self) -> bool:
+        """Return whether a graph is being compiled and must end before the lookup.
+
+        A lookup of hash tables is in no graph. A graph that contained what comes before and after
+        it would also break where the host splits the batch.
+        """
+        return self._has_keyed and torch.compiler.is_dynamo_compiling() and not is_in_export()
 
     def _checked(self, features: Any) -> KeyedJaggedTensor:
         """Return the batch with only the features that tables read, in the order of `groups`.
@@ -574,6 +582,8 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: ids are not one-dimensional, the collection is weighted and the batch is
                 not, or features differ in their bags and the batch has no inverse indices.
         """
+        if self._breaks_graph():
+            return self._forward_uncompiled(features)
         batch, groups = self._checked(features), self.groups
         if not self._units or (batch.values().is_meta and not batch.variable_stride_per_key()):
             # Nothing is looked up, or there is no data: only the shape counts.
@@ -592,6 +602,8 @@ class EmbeddingBagCollection(TableCollection):
             output = self._column_order(output, batch)
             output = clip_blocks(output, self._columns, self._mean_rules()).to(groups.output_dtype)
         return KeyedTensor(self._names, self._columns, output)
+
+    _forward_uncompiled = run_uncompiled(forward)
 
     def _needs_division(self, unit: TableFeature) -> bool:
         """Return whether the lookup returns sums of a feature whose output are means."""
@@ -722,6 +734,8 @@ class EmbeddingCollection(TableCollection):
             KeyError, RuntimeError, TypeError: see `EmbeddingBagCollection.forward`.
             ValueError: ids are not one-dimensional.
         """
+        if self._breaks_graph():
+            return self._forward_uncompiled(features)
         batch = self._checked(features)
         vectors = self._vectors(batch)
         lengths = batch.lengths().split(batch.stride_per_key())
@@ -736,6 +750,8 @@ class EmbeddingCollection(TableCollection):
                 vectors[position], ids[position], lengths[position], None
             )
         return vectors_by_name
+
+    _forward_uncompiled = run_uncompiled(forward)
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
         """Return the vectors of each feature, `[L, D]`, in the order of the modules."""

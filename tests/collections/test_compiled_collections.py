@@ -16,7 +16,7 @@ from emblib import (
     Pooling,
     optim,
 )
-from emblib.storage import Dense, Hashed, Narrow, QuotientRemainder, Storage, TensorTrain
+from emblib.storage import Dense, Hash, Hashed, Narrow, QuotientRemainder, Storage, TensorTrain
 from tests.collections.compiled_forms import FORMS, check_training
 from tests.conftest import needs_python_headers
 
@@ -131,3 +131,26 @@ def test_a_mix_in_the_order_of_its_modules_is_exported() -> None:
     assert len(collection.groups.active) == 2
     check_exported(Model(collection, ["plain", "halves"]))
     check_exported(Model(collection))
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_a_graph_breaks_once_at_hash_tables(kind: Any) -> None:
+    """Tables of several modules: nothing of the lookup is compiled, such as how it splits ids."""
+    config = EmbeddingBagConfig if kind is EmbeddingBagCollection else EmbeddingConfig
+    tables = [config(8, 4, "plain", ["a"]), config(8, 4, "keyed", ["b"], storage=Hash())]
+    collection = kind(tables, optimizer=optim.SGD(0.5))
+
+    def model(scale: torch.Tensor, batch: KeyedJaggedTensor) -> torch.Tensor:
+        scale, output = scale.exp(), collection(batch)
+        vectors = [output[name] for name in ("a", "b")]
+        rows = [each if isinstance(each, torch.Tensor) else each.values() for each in vectors]
+        return torch.cat(rows) * scale
+
+    batch = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 1, 0])
+    )
+    scale = torch.tensor(0.5)
+    expected = model(scale, batch)
+    explained = torch._dynamo.explain(model)(scale, batch)
+    assert explained.graph_break_count == 1
+    assert torch.equal(torch.compile(model, backend="eager")(scale, batch), expected)
