@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from emblib.compat.torchrec_sharding import (
     refuse_table_options,
 )
 from emblib.sharding import RankGroup, planner
+from emblib.sharding.planner.topology import host_bytes
 from emblib.sharding.planner.workloads import dense_bytes, workloads_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.storage import Dense
@@ -47,8 +49,8 @@ class Topology:
     Args:
         world_size: number of ranks.
         compute_device: type of the devices: "cpu" or "cuda".
-        hbm_cap: bytes of GPU memory per rank; None is the memory of this machine's GPU (TorchRec
-            assumes 32 GiB). Ignored on a CPU.
+        hbm_cap: bytes of GPU memory per rank; None is the memory of this machine's GPU, or if torch
+            finds none, with a warning, TorchRec's 32 GiB. Ignored on a CPU.
         ddr_cap: bytes of host memory per rank; None is that of this machine (TorchRec assumes 128
             GiB).
         ssd_cap: bytes of disk per rank; None is 0.
@@ -63,8 +65,6 @@ class Topology:
         native: emblib's form of the topology.
 
     Raises:
-        RuntimeError, AssertionError: the device is "cuda", `hbm_cap` is not passed, and torch finds
-            no GPU.
         TypeError: `calibration` is not a `Calibration`.
         ValueError: `rates` has another name: other costs of TorchRec's model are measured here.
     """
@@ -88,12 +88,21 @@ class Topology:
             )
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
-        # A plan for GPUs can be made on a machine without them, if `hbm_cap` is given.
-        lacks_gpus = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
+        # A plan for GPUs can be made on a machine without them.
+        lacks_gpus = compute_device == "cuda" and not torch.cuda.is_available()
         make_topology: Any = planner.Topology if lacks_gpus else planner.Topology.detect
         detected: planner.Topology = make_topology(
             world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
+        if lacks_gpus:
+            host_memory = host_bytes() // detected.local_world_size
+            detected = dataclasses.replace(detected, host_memory=host_memory)
+            if hbm_cap is None:
+                warnings.warn(
+                    "torch finds no GPU: the topology has 32 GiB of GPU memory per rank, as "
+                    "TorchRec assumes; pass hbm_cap",
+                    stacklevel=2,
+                )
         memory_bytes = hbm_cap if compute_device == "cuda" else ddr_cap
         changes: dict[str, Any] = {} if memory_bytes is None else {"memory": memory_bytes}
         if compute_device == "cuda" and ddr_cap is not None:
@@ -234,6 +243,11 @@ class FixedAbsoluteStorageReservation(StorageReservation):
         super().__init__(
             planner.Reservation(share=0.0, nbytes=hbm_reserved_bytes, dense_copies=0.0)
         )
+
+    @classmethod
+    def from_gb(cls, hbm_reserved_gb: float) -> FixedAbsoluteStorageReservation:
+        """Reserve `hbm_reserved_gb` GiB of the memory of every rank."""
+        return cls(int(hbm_reserved_gb * (1 << 30)))
 
 
 class HeuristicalStorageReservation(StorageReservation):
@@ -495,20 +509,51 @@ def plan_with_report(
     Raises:
         PlanError: no plan fits the memory or the constraints.
     """
+    device = native_planner.topology.device
     workloads = [
-        dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
+        _with_sharder(work, module.get_submodule(work.path), sharders, device)
         for work in workloads_of(module, native_planner.batch_size, native_planner.constraints)
     ]
     if change_workload is not None:
         workloads = [change_workload(work) for work in workloads]
     result = native_planner.solve_workloads(workloads, dense_bytes(module))
-    return plan_of(result.plan, native_planner.topology.device, str(result))
+    return plan_of(result.plan, device, str(result))
 
 
-def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
-    """Return the optimizer of the first sharder that takes the collection of a table, or None."""
-    collection = module.get_submodule(work.path)
-    for sharder in sharders:
-        if isinstance(collection, sharder.module_type):
-            return sharder.optimizer
-    return None
+def _with_sharder(
+    work: planner.TableWorkload, collection: nn.Module, sharders: Sequence[Any], device: str
+) -> planner.TableWorkload:
+    """Return a workload with the optimizer and the sharding types of its collection's sharder.
+
+    It is the first sharder of the class of the collection; without one, `work` is returned.
+
+    Raises:
+        ValueError: neither the sharder nor the constraints of the table allow a type that the other
+            allows, or the sharder only has kernels of other memory than the table is in.
+    """
+    sharder = next((each for each in sharders if isinstance(collection, each.module_type)), None)
+    if sharder is None:
+        return work
+    work = dataclasses.replace(work, optimizer=work.optimizer or sharder.optimizer)
+    # Programs override the methods of sharders that allow everything.
+    types = sharder.sharding_types(device)
+    kernels = {kernel for each in types for kernel in sharder.compute_kernels(each, device)}
+    constraints = work.constraints
+    if set(types) < {each.value for each in ShardingType}:
+        allowed = constraints.sharding_types or types
+        types = [each for each in types if each in allowed]
+        if not types:
+            raise ValueError(
+                f"table {work.name}: its constraints and sharding_types() of "
+                f"{type(sharder).__name__} have no type in common: change one of them"
+            )
+        constraints = dataclasses.replace(
+            constraints, sharding_types=tuple(map(sharding.ShardingType, types))
+        )
+    if kernels <= STORAGES.keys() and not constraints.storages:
+        raise ValueError(
+            f"table {work.name}: compute_kernels() of {type(sharder).__name__} has only "
+            f"{sorted(kernels)}: pass them to the planner, constraints={{{work.config.name!r}: "
+            f"ParameterConstraints(compute_kernels={sorted(kernels)})}}"
+        )
+    return dataclasses.replace(work, constraints=constraints)

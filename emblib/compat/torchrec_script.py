@@ -30,6 +30,7 @@ from emblib.compat.checks import check_names
 from emblib.compat.fbgemm_inference import ScriptableLookup
 from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.jagged.keyed_jagged_tensor import empty_batch_like
 from emblib.jagged.keyed_tensor import regroup, regroup_by_name
 from emblib.ops.autograd import updates_in_backward
 from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
@@ -346,15 +347,15 @@ def empty_batch(
     return KeyedJaggedTensor(keys, bags.values(), bags.weights_or_none(), bags.lengths(), None)
 
 
-def _empty_like(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    weights, keys = batch.weights_or_none(), batch.keys()[:0]
+def _empty_like(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, keys = kjt.weights_or_none(), kjt.keys()[:0]
     return KeyedJaggedTensor(
         keys,
-        batch.values().new_empty([0]),
+        kjt.values().new_empty([0]),
         None if weights is None else weights.new_empty([0]),
-        batch.lengths().new_empty([0]),
+        kjt.lengths().new_empty([0]),
         None,
-        batch.stride(),
+        kjt.stride(),
     )
 
 
@@ -403,6 +404,7 @@ _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
     (JaggedTensor.empty, empty_bags),
     (KeyedJaggedTensor.empty, empty_batch),
     (KeyedJaggedTensor.empty_like, _empty_like),
+    (empty_batch_like, _empty_like),
     (KeyedJaggedTensor.from_lengths_sync, _from_lengths),
     (KeyedJaggedTensor.from_offsets_sync, _from_offsets),
     (KeyedTensor.regroup, _regroup),

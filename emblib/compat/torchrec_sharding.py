@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib import CacheConfig, CachePolicy, Placement, sharding
+from emblib import CacheConfig, CachePolicy, MultiPassPrefetch, Placement, sharding
 from emblib.collections import TableConfig
-from emblib.compat.fbgemm_types import CacheAlgorithm
+from emblib.compat.fbgemm_types import CacheAlgorithm, MultiPassPrefetchConfig
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
+from emblib.compat.torchrec_types import DataType, data_type_to_dtype, dtype_to_data_type
 from emblib.sharding import RankGroup, Shard, World
 from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.sharding_types import Rule, TableShape
@@ -215,34 +216,45 @@ class CacheParams:
     Attributes:
         algorithm: eviction policy; None is emblib's default.
         load_factor: share of the rows that the cache has room for; None is emblib's default.
+        reserved_memory: bytes of GPU memory to leave free; None is 0.
+        precision: type of the cached rows; None is that of the table.
         prefetch_pipeline: no effect: any cache may be prefetched.
+        stats: argument that must be None.
+        multipass_prefetch_config: FBGEMM's configuration of prefetches in several passes, with
+            `num_passes` and `min_splitable_pass_size`; None is one pass.
 
     Raises:
-        ValueError: another attribute is set.
+        ValueError: `stats` is set.
     """
 
     algorithm: CacheAlgorithm | None = None
     load_factor: float | None = None
     reserved_memory: float | None = None
-    precision: Any = None
+    precision: DataType | None = None
     prefetch_pipeline: bool | None = None
     stats: Any = None
     multipass_prefetch_config: Any = None
 
     def __post_init__(self) -> None:
-        names = ("reserved_memory", "precision", "stats", "multipass_prefetch_config")
-        passed_options = [name for name in names if getattr(self, name) is not None]
-        if passed_options:
+        if self.stats is not None:
             raise ValueError(
-                f"{', '.join(passed_options)} of CacheParams must be None: give the table "
-                "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
-                f"options (any cache may be prefetched). {RUN_TORCHREC_ITSELF}"
+                "stats of CacheParams must be None: load_factor has the size of the cache. "
+                f"{RUN_TORCHREC_ITSELF}"
             )
 
     @classmethod
     def of(cls, cache: CacheConfig) -> CacheParams:
         """Return the parameters of a cache of emblib."""
-        return cls(CacheAlgorithm[cache.policy.name], cache.load_factor)
+        passes = cache.passes
+        return cls(
+            CacheAlgorithm[cache.policy.name],
+            cache.load_factor,
+            cache.reserved_bytes or None,
+            None if cache.dtype is None else dtype_to_data_type(cache.dtype),
+            multipass_prefetch_config=None
+            if passes is None
+            else MultiPassPrefetchConfig(passes.passes, passes.min_lookups),
+        )
 
     def storage(self) -> Dense:
         """Return emblib's storage with this cache; ValueError if `algorithm` is unknown."""
@@ -251,7 +263,13 @@ class CacheParams:
             options["policy"] = CachePolicy(CacheAlgorithm(self.algorithm).name.lower())
         if self.load_factor is not None:
             options["load_factor"] = self.load_factor
-        return Dense(Placement.MANAGED_CACHING, CacheConfig(**options))
+        if self.precision is not None:
+            options["dtype"] = data_type_to_dtype(self.precision)
+        passes = self.multipass_prefetch_config
+        if passes is not None:
+            options["passes"] = MultiPassPrefetch(passes.num_passes, passes.min_splitable_pass_size)
+        cache = CacheConfig(reserved_bytes=int(self.reserved_memory or 0), **options)
+        return Dense(Placement.MANAGED_CACHING, cache)
 
 
 def refuse_table_options(owner: str, values: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def _unpack_nested(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     )
 
 
-def _require_accessors(other: Any, kind: str, *names: str) -> None:
+def require_accessors(other: Any, kind: str, *names: str) -> None:
     """Raise TypeError unless an object has all methods `names` of a `kind` of tensor."""
     missing_names = [name for name in names if not callable(getattr(other, name, None))]
     if missing_names:
@@ -83,7 +83,7 @@ def jagged_tensors(other: Any) -> JaggedTensors:
     Raises:
         TypeError: the object has no `values()` or no `lengths()`.
     """
-    _require_accessors(other, "JaggedTensor", "values", "lengths")
+    require_accessors(other, "JaggedTensor", "values", "lengths")
     return other.values(), _call_accessor(other, "weights_or_none"), other.lengths(), None
 
 
@@ -93,7 +93,7 @@ def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
     Raises:
         TypeError: the object has no `keys()`, `values()` or `lengths()`.
     """
-    _require_accessors(other, "KeyedJaggedTensor", "keys", "values", "lengths")
+    require_accessors(other, "KeyedJaggedTensor", "keys", "values", "lengths")
     keys = list(other.keys())
     arguments = {
         "keys": keys,
@@ -118,7 +118,7 @@ def keyed_arguments(other: Any) -> dict[str, Any]:
     Raises:
         TypeError: the object has no `keys()`, `length_per_key()` or `values()`.
     """
-    _require_accessors(other, "KeyedTensor", "keys", "length_per_key", "values")
+    require_accessors(other, "KeyedTensor", "keys", "length_per_key", "values")
     return {
         "keys": list(other.keys()),
         "length_per_key": list(other.length_per_key()),

@@ -127,6 +127,7 @@ class JaggedTensor(metaclass=TracedClass):
         With a `device`, return instead an object of uninitialised tensors there, of the sizes of
         `jagged`, as a target for `copy_`.
         """
+        jagged = JaggedTensor.adopt(jagged)
         if device is not None:
             return jagged._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if jagged._weights is None else jagged._weights.new_empty(0)

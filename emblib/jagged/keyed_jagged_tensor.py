@@ -317,19 +317,12 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return a batch without features, with the dtypes and the stride of `kjt`.
 
         With a `device`, return its keys and uninitialised tensors of its sizes there, as a target
-        for `copy_`.
+        for `copy_`. Raises TypeError if `kjt` is no batch, of TorchRec or of emblib.
         """
-        if device is not None:
-            return kjt._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
-        return KeyedJaggedTensor.from_valid(
-            [],
-            kjt._values.new_empty(0),
-            None if kjt._weights is None else kjt._weights.new_empty(0),
-            kjt.lengths().new_empty(0),
-            None,
-            kjt._stride,
-            strides=None if kjt._stride_per_key_per_rank is None else [],
-        )
+        if device is None:
+            return empty_batch_like(kjt)
+        batch = KeyedJaggedTensor.adopt(kjt)
+        return batch._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
 
     # Tensors
 
@@ -764,18 +757,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def _map_tensors(self, change: _TensorMap) -> "KeyedJaggedTensor":
         """Return a batch in which `change` has replaced each tensor; known numbers are kept."""
-        weights, lengths, offsets = self._weights, self._lengths, self._offsets
-        inverse = self._inverse
-        batch = KeyedJaggedTensor.from_valid(
-            self._keys,
-            change(self._values),
-            None if weights is None else change(weights),
-            None if lengths is None else change(lengths),
-            None if offsets is None else change(offsets),
-            self._stride,
-            None if inverse is None else (inverse[0], change(inverse[1])),
-            self._stride_per_key_per_rank,
-        )
+        tensors = (self._values, self._weights, self._lengths, self._offsets)
+        changed: list[Any] = [None if tensor is None else change(tensor) for tensor in tensors]
+        inverse = None if self._inverse is None else (self._inverse[0], change(self._inverse[1]))
+        layout: Any = (self._stride, inverse, self._stride_per_key_per_rank)
+        batch = KeyedJaggedTensor.from_valid(self._keys, *changed, *layout)
         batch._index_per_key = self._index_per_key
         batch._length_per_key, batch._offset_per_key = self._length_per_key, self._offset_per_key
         return batch
@@ -806,5 +792,15 @@ def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(**concat_arguments(list(map(KeyedJaggedTensor.adopt, batches))))
 
 
-# One call in a traced graph, which does not know how many features a batch has.
+def empty_batch_like(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a batch without features, see `KeyedJaggedTensor.empty_like`."""
+    batch = KeyedJaggedTensor.adopt(kjt)
+    tensors = (batch._values, batch._weights, batch.lengths())
+    empty: list[Any] = [None if tensor is None else tensor.new_empty(0) for tensor in tensors]
+    layout: Any = (None, batch._stride, None, [] if batch.variable_stride_per_key() else None)
+    return KeyedJaggedTensor.from_valid([], *empty, *layout)
+
+
+# Each is one call in a traced graph, which does not know how many features a batch has.
 torch.fx.wrap("concat_batches")
+torch.fx.wrap("empty_batch_like")

@@ -206,6 +206,8 @@ def dict_arguments(
         ValueError: there are no features, or only some of them have weights.
     """
     check_bool("force_variable_stride", force_variable_stride)
+    if not isinstance(jagged, Mapping):
+        raise TypeError(f"jt_dict must be a dict of one JaggedTensor per feature, got {jagged!r}")
     if not jagged:
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
     tensors = [JaggedTensor.adopt(tensor) for tensor in jagged.values()]

@@ -1,6 +1,6 @@
 """`KeyedTensor`: one matrix of named blocks of columns, such as pooled rows by feature."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -176,7 +176,7 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: no tensor has one of the keys.
-            TypeError: a group is one string.
+            TypeError: an argument is no list, a group is one string, or a tensor is none.
             ValueError: several tensors have a key of a group, there are no tensors, or they differ
                 in `key_dim`.
         """
@@ -296,6 +296,8 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
 
     Each tensor is split only once, so that backward builds one gradient for it.
     """
+    for tensor in _iterable("tensors of regroup", "keyed tensors", tensors):
+        convert.require_accessors(tensor, "KeyedTensor", "keys", "length_per_key", "key_dim")
     dims = {tensor.key_dim() for tensor in tensors}
     if len(dims) != 1:
         raise ValueError(
@@ -312,9 +314,10 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
             repeated_keys.update(filter(block_by_key.__contains__, keys))
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
             block_by_key.update(zip(keys, blocks, strict=True))
-    for group in groups:
+    for group in _iterable("groups", "lists of keys", groups):
         if isinstance(group, str):
             raise TypeError(f"a group must be a list of keys, got {group!r}: write [{group!r}]")
+        _iterable("a group", "keys", group)
     try:
         grouped_blocks = [[block_by_key[key] for key in group] for group in groups]
     except KeyError as error:
@@ -324,6 +327,13 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
         raise ValueError(f"each key must be in one KeyedTensor, several have {ambiguous_keys}")
     empty = tensors[0].values().narrow(dim, 0, 0)
     return [torch.cat(group or [empty], dim=dim) for group in grouped_blocks]
+
+
+def _iterable(name: str, content: str, argument: Any) -> Any:
+    """Return an argument; raise TypeError unless it is iterable, as a list of `content` is."""
+    if not isinstance(argument, Iterable):
+        raise TypeError(f"{name} must be a list of {content}, got {argument!r}")
+    return argument
 
 
 def regroup_by_name(

@@ -279,7 +279,9 @@ OPTIMIZER = (
     Option(
         "counter_based_regularization",
         "`RowwiseAdagrad(counter=Counter(...))`",
-        "With WeightDecayMode.COUNTER",
+        "With WeightDecayMode.COUNTER. State dicts have the step, and eps as it is now; "
+        "`set_optimizer_step` counts at any time (FBGEMM: neither is saved, so that training "
+        "restarts at step 0, and a step is read only before the first update)",
     ),
     Option(
         "cowclip_regularization",

@@ -164,5 +164,32 @@ def test_plans_take_members_of_enums_and_shardings_of_emblib() -> None:
 
 def test_a_plan_for_gpus_needs_none() -> None:
     topology = torchrec.Topology(world_size=2, compute_device="cuda", hbm_cap=1 << 30)
+    assert torchrec.FixedAbsoluteStorageReservation.from_gb(0.5).reservation.nbytes == 1 << 29
     assert topology.native.device == "cuda"
     assert topology.native.memory == 1 << 30
+    assert topology.native.host_memory == torchrec.Topology(2, "cpu").native.memory
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="32 GiB of GPU memory per rank.*; pass hbm_cap"):
+            topology = torchrec.Topology(world_size=2, compute_device="cuda")
+        assert topology.native.memory == 32 << 30
+
+
+def test_plans_have_the_types_that_a_sharder_of_the_program_allows() -> None:
+    class ByColumns(torchrec.EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return [torchrec.ShardingType.COLUMN_WISE.value]
+
+    class InHostMemory(torchrec.EmbeddingBagCollectionSharder):
+        def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+            return [torchrec.EmbeddingComputeKernel.FUSED_UVM.value]
+
+    collection = torchrec.EmbeddingBagCollection([torchrec.EmbeddingBagConfig(100, 64, name="t")])
+    topology = torchrec.Topology(world_size=2, compute_device="cpu")
+    made = torchrec.EmbeddingShardingPlanner(topology).plan(collection, [ByColumns()])
+    assert made.plan[""]["t"].sharding_type == "column_wise"
+    with pytest.raises(ValueError, match=r"compute_kernels=\['fused_uvm'\]"):
+        torchrec.EmbeddingShardingPlanner(topology).plan(collection, [InHostMemory()])
+    by_rows = torchrec.ParameterConstraints(sharding_types=["row_wise"])
+    planner = torchrec.EmbeddingShardingPlanner(topology, constraints={"t": by_rows})
+    with pytest.raises(ValueError, match=r"sharding_types\(\) of ByColumns have no"):
+        planner.plan(collection, [ByColumns()])

@@ -304,6 +304,15 @@ def test_batches_in_graphs() -> None:
     padded = torch.arange(6).view(2, 3), torch.tensor([1, 3])
     assert str(torch.fx.symbolic_trace(unpadded)(*padded)) == str(unpadded(*padded))
 
+    class Empty(nn.Module):
+        def forward(self, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+            return KeyedJaggedTensor.empty_like(kjt)
+
+    traced = torchrec.symbolic_trace(Empty())
+    for graph in (traced, torch.jit.script(traced)):
+        found = graph(batch())
+        assert (found.keys(), found.stride()) == ([], batch().stride())
+
 
 def test_batches_without_data_are_looked_up() -> None:
     ebc = plain(pooled=True, device="meta")

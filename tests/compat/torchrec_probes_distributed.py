@@ -6,6 +6,7 @@ See `tests/compat/torchrec_probes.py`. What several ranks do is in `test_torchre
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,8 +59,16 @@ def options_of_tables(rec: Any) -> None:
     one = rec.ParameterSharding("data_parallel", "fused_uvm_caching", cache_params=given)
     cache = one.to_emblib().storage.cache
     assert (cache.policy.value, cache.load_factor) == ("lfu", 0.5)
-    with pytest.raises(ValueError, match="precision of CacheParams must be None"):
-        rec.CacheParams(precision=rec.DataType.FP16)
+    with pytest.raises(ValueError, match="stats of CacheParams must be None"):
+        rec.CacheParams(stats=1)
+    passes = SimpleNamespace(num_passes=3, min_splitable_pass_size=100)
+    given = rec.CacheParams(
+        reserved_memory=1000.0, precision=rec.DataType.FP16, multipass_prefetch_config=passes
+    )
+    cache = given.storage().cache
+    assert (cache.reserved_bytes, cache.dtype) == (1000, torch.float16)
+    assert (cache.passes.passes, cache.passes.min_lookups) == (3, 100)
+    assert rec.CacheParams.of(cache).storage() == given.storage()
     for name, value in (("bounds_check_mode", rec.BoundsCheckMode.FATAL), ("output_dtype", 1)):
         with pytest.raises(ValueError, match=f"{name} of ParameterSharding must be left out"):
             rec.ParameterSharding("table_wise", **{name: value})

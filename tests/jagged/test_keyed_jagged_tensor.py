@@ -312,7 +312,11 @@ def test_empty_ones() -> None:
         (lambda: KeyedJaggedTensor.empty(is_weighted="False"), "is_weighted must be True or"),
         (lambda: JaggedTensor.empty(is_weighted="no"), "is_weighted must be True or False"),
         (lambda: KeyedJaggedTensor.from_jt_dict({"a": 3}), "a JaggedTensor must have values"),
+        (lambda: KeyedJaggedTensor.from_jt_dict(3), "jt_dict must be a dict of one JaggedTensor"),
         (lambda: KeyedJaggedTensor.concat([3]), "a KeyedJaggedTensor must have keys"),
+        (lambda: KeyedJaggedTensor.empty_like(3), "a KeyedJaggedTensor must have keys.*; int has"),
+        (lambda: KeyedJaggedTensor.empty_like(3, "cpu"), "a KeyedJaggedTensor must have keys"),
+        (lambda: JaggedTensor.empty_like(3), "a JaggedTensor must have values"),
         (
             lambda: KeyedJaggedTensor.from_jt_dict({}, force_variable_stride="no"),
             "force_variable_stride must be True or False",

@@ -269,3 +269,17 @@ def test_one_string_is_no_list_of_keys() -> None:
             call()
     with pytest.raises(TypeError, match=r"a group must be a list of keys, got 'ab': write"):
         KeyedTensor.regroup([blocks], ["ab"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "groups", "message"),
+    [
+        ([3], [["a"]], "a KeyedTensor must have keys.*; int has no"),
+        (3, [["a"]], "tensors of regroup must be a list of keyed tensors, got 3"),
+        ([KeyedTensor(["a"], [1], torch.ones(1, 1))], 3, "groups must be a list of lists of keys"),
+        ([KeyedTensor(["a"], [1], torch.ones(1, 1))], [3], "a group must be a list of keys, got 3"),
+    ],
+)
+def test_errors_of_regroup_name_the_argument(tensors: Any, groups: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        KeyedTensor.regroup(tensors, groups)
