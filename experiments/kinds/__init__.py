@@ -43,12 +43,11 @@ def find(name: str) -> Kind:
 
 
 def expand(config: Config) -> list[Cell]:
-    """Return the cells of a run, resolved and capped, in the order of their measurement.
+    """Return the cells of a run, resolved and capped, in the order of its report.
 
-    Cases come before the sweep, so that an interrupted run has its headline, unless the kind says
-    `sweep_first`. Cells that a cap makes equal, and arms of a cell with one key, are measured once:
-    samples of the second would count as further processes of the first. timing.max_cells limits
-    the cells of the sweep.
+    Cases come before the sweep, unless the kind says `sweep_first`. Cells that a cap makes equal,
+    and arms of a cell with one key, are measured once: samples of the second would count as further
+    processes of the first. timing.max_cells limits the cells of the sweep.
 
     Raises:
         UsageError: see `Kind.cells` and `resolve`.

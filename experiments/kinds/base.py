@@ -48,7 +48,7 @@ class CellKinds:
     Attributes:
         sweep: kind of the cells of `sweep`; "" for the kind itself.
         cases: kind of the cells of `cases` that name none; "" for the kind itself.
-        sweep_first: True to measure the sweep before the cases.
+        sweep_first: True to report the sweep before the cases.
     """
 
     sweep: str = ""

@@ -105,8 +105,8 @@ def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
 def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells in an order by which a run that ends early has values of every axis.
 
-    The order is: cases, the base point of the sweep (its first cell), then a value of each axis in
-    turn. Both ends of an axis come before the values between them.
+    The order is: the base point of the sweep (its first cell), which is the answer if no case is,
+    cases, then a value of each axis in turn. Both ends of an axis come before the values between.
     """
     case_cells = [cell for cell in cells if cell.section != SWEEP]
     swept_cells = [cell for cell in cells if cell.section == SWEEP]
@@ -118,7 +118,7 @@ def _order_by_axis(cells: Sequence[Cell]) -> list[Cell]:
     # Of each axis the first value, the last value unless it is the first, then the others.
     ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in cells_by_axes.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ends_first))
-    return [*case_cells, *swept_cells[:1], *(cell for cell in turns if cell is not None)]
+    return [*swept_cells[:1], *case_cells, *(cell for cell in turns if cell is not None)]
 
 
 EarlierJobs = Mapping[JobKey, list[Record]]

@@ -152,9 +152,9 @@ def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> 
         assert keys[0] == keys[1] == keys[2]
         assert len(keys[0]) <= BLOCK_CELLS
     begun = [job.cell for jobs in others for job in jobs if job.replicate == 0]
-    assert [c.section for c in begun[:2]] == ["a", SWEEP]
+    assert [c.section for c in begun[:2]] == [SWEEP, "a"]
     # After the base point the axes take turns, both ends of each before what lies between.
-    base = begun[1].workload
+    base = begun[0].workload
     swept = [(c.workload.D, c.workload.B) for c in begun[2:]]
     assert swept == [(16, base.B), (base.D, 8), (48, base.B), (base.D, 64), (32, base.B)]
     every = [job.order for jobs in found for job in jobs]
