@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import Enum
 from types import GenericAlias
 from typing import Any, NamedTuple
@@ -236,9 +237,18 @@ class _Config:
         """Assign a field, with the checks of the constructor; an error changes no field.
 
         A program may attach other attributes of its own, as to TorchRec's configurations.
+
+        Raises:
+            AttributeError: the name is new, and looks like a field that was mistyped.
         """
         current_fields = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
         if name not in current_fields and name not in _REMEDY_BY_OPTION:
+            similar_names = get_close_matches(name, current_fields, 1, 0.9)
+            if similar_names and not hasattr(self, name):
+                raise AttributeError(
+                    f"{type(self).__name__} has no field {name!r}, did you mean "
+                    f"{similar_names[0]!r}? An attribute of your own needs a name less similar"
+                )
             object.__setattr__(self, name, value)
             return
         was_quantised = isinstance(current_fields["storage"], Quantized)

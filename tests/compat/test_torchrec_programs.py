@@ -34,7 +34,10 @@ def test_fields_of_a_configuration_are_assigned_as_checked() -> None:
         made.embedding_dim = 0
     with pytest.raises(ValueError, match="need_pos"):
         made.need_pos = True
+    with pytest.raises(AttributeError, match="'feature_name', did you mean 'feature_names'"):
+        made.feature_name = ["f"]  # type: ignore[attr-defined]
     assert made.embedding_dim == 4
+    assert not hasattr(made, "feature_name")
 
 
 def test_configurations_keep_attributes_of_programs() -> None:
