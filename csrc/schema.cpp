@@ -188,6 +188,10 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
+  // Count missing keys in the sketches of an admission, on the CPU.
+  m.def(
+      "sketch_count_(Tensor(a!) counters, Tensor layout, Tensor keys, Tensor counts, Tensor tables)"
+      " -> Tensor");
 
   // Move rows between a dynamic table and its backing store, on the CPU (emblib/ops/tiers.py).
   //

@@ -203,6 +203,16 @@ class InitialLayoutColumn(IntEnum):
     STREAM = 4  # number that selects the random numbers of the table and buffer
 
 
+class SketchColumn(IntEnum):
+    """Columns of `layout` of `sketch_count_`, int64 `[T, 5]` (csrc `SketchLayout`)."""
+
+    BEGIN = 0  # first counter
+    WIDTH = 1  # counters per row of the sketch
+    DEPTH = 2  # rows; 0 for a table without a sketch
+    THRESHOLD = 3  # the largest of the table, at which counters stop
+    HASH_KEY = 4  # random number that the counters of a key depend on
+
+
 class RouteFeatureColumn(IntEnum):
     """Columns of `features` of a route, int64 `[F, 4]` (csrc `RouteFeature`)."""
 

@@ -34,6 +34,7 @@ STRUCTS: dict[type[IntEnum], str] = {
     columns.TTTableColumn: "TtTableIds",
     columns.InitialRuleColumn: "InitialRule",
     columns.InitialLayoutColumn: "InitialLayout",
+    columns.SketchColumn: "SketchLayout",
     columns.RouteFeatureColumn: "RouteFeature",
     columns.RouteBlockColumn: "RouteBlock",
     columns.TargetColumn: "Target",

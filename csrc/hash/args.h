@@ -53,6 +53,19 @@ enum class HashTableColumn : int {
 
 inline constexpr int kHashTableColumns = static_cast<int>(HashTableColumn::kHashKey) + 1;
 
+// Where the count-min sketch of a table is in the counters of sketch_count_: a row of `layout`,
+// int64 [T, 5].
+struct SketchLayout {
+  int64_t begin;      // first counter
+  int64_t width;      // counters per row of the sketch
+  int64_t depth;      // rows; 0 for a table without a sketch
+  int64_t threshold;  // the largest of the table, at which counters stop
+  int64_t hash_key;   // random number that the counters of a key depend on
+};
+
+inline constexpr int kSketchColumns = 5;
+static_assert(sizeof(SketchLayout) == kSketchColumns * sizeof(int64_t));
+
 // Columns of the tensor `entries`, int64 [S, 2] or [S, 3]. kScore exists if has_scores(order).
 struct HashEntry {
   enum Column : int { kKey, kStamp, kScore };

@@ -24,7 +24,6 @@ hash keys: these are 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
-from emblib.columns import HashEntryColumn, HashTableColumn
+from emblib.columns import HashEntryColumn, HashTableColumn, SketchColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.last_uses import values_by_feature
@@ -53,16 +52,6 @@ from emblib.tables import state_dicts
 
 _LOW_31_BITS = 0x7FFFFFFF
 _COUNTER_ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
-
-
-class _SketchColumn(IntEnum):
-    """Columns of `_Sketches.layout`."""
-
-    BEGIN = 0  # first counter
-    WIDTH = 1
-    DEPTH = 2
-    THRESHOLD = 3  # the largest of the table, at which counters stop
-    HASH_KEY = 4
 
 
 class MissingKeys(NamedTuple):
@@ -295,7 +284,7 @@ class _Sketches(nn.Module):
 
     counters: Tensor  # uint8, int32 or int64 `[n]`, all sketches, then a spare counter
     batches: Tensor  # int64 `[1]`, number of batches since `clear`
-    layout: Tensor  # int64 `[T + 1, 5]`, see `_SketchColumn`; zeros for tables without a sketch
+    layout: Tensor  # int64 `[T + 1, 5]`, see `SketchColumn`; zeros for tables without a sketch
 
     def __init__(
         self,
@@ -306,7 +295,7 @@ class _Sketches(nn.Module):
     ) -> None:
         super().__init__()
         self._fading: list[_FadingCounters] = []
-        layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64, device="cpu")
+        layout = torch.zeros(len(specs) + 1, len(SketchColumn), dtype=torch.int64, device="cpu")
         first_counter = max_threshold = 0
         for t in table_indices:
             frequency = _admission_of(specs[t])
@@ -320,7 +309,7 @@ class _Sketches(nn.Module):
                 frequency.max_threshold,
                 hash_keys[t],
             )
-            layout[t] = torch.tensor(fields, device="cpu")  # see `_SketchColumn`
+            layout[t] = torch.tensor(fields, device="cpu")  # see `SketchColumn`
             if sketch.halve_every is not None:
                 self._fading.append(
                     _FadingCounters(first_counter, num_counters, sketch.halve_every)
@@ -329,7 +318,7 @@ class _Sketches(nn.Module):
                 first_counter + num_counters,
                 max(max_threshold, frequency.max_threshold),
             )
-        self.depth = int(layout[:, _SketchColumn.DEPTH].max())
+        self.depth = int(layout[:, SketchColumn.DEPTH].max())
         if max_threshold < 2**8:
             dtype = torch.uint8
         else:
@@ -346,6 +335,8 @@ class _Sketches(nn.Module):
         They stop at the largest threshold of the table, and are 0 for tables without a sketch.
         """
         self.fade(effects)
+        if not missing_keys.keys.is_cuda:
+            return effects.call_once(hash.sketch_count_, self.counters, self.layout, *missing_keys)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
         hashes = mix(missing_keys.keys ^ hash_key)
         hash_1, hash_2 = hashes & _LOW_31_BITS, hashes >> 33 & _LOW_31_BITS | 1
@@ -364,7 +355,8 @@ class _Sketches(nn.Module):
 
     def fade(self, effects: Effects) -> None:
         """Halve the counters whose turn it is in this batch, and count the batch."""
-        num_batches = effects.call_once(torch.ops.aten.clone.default, self.batches)
+        if self._fading:
+            num_batches = effects.call_once(torch.ops.aten.clone.default, self.batches)
         for first_counter, num_counters, halve_every in self._fading:
             turn = num_batches % halve_every
             first_cell, end_cell = (
@@ -380,7 +372,7 @@ class _Sketches(nn.Module):
     @property
     def hash_keys(self) -> Tensor:
         """Return the hash keys, int64 `[T]` on the CPU; 0 for tables without a sketch."""
-        return self.layout[:-1, _SketchColumn.HASH_KEY].cpu().clone()
+        return self.layout[:-1, SketchColumn.HASH_KEY].cpu().clone()
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -394,7 +386,7 @@ class _Sketches(nn.Module):
         name, (unexpected_keys, errors) = prefix + HASH_KEYS, arguments[3:]
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
-        hash_keys = self.layout[:-1, _SketchColumn.HASH_KEY]
+        hash_keys = self.layout[:-1, SketchColumn.HASH_KEY]
         saved_hash_keys = state_dict.get(name, torch.zeros_like(hash_keys))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected_keys[:] = [key for key in unexpected_keys if key != name]
@@ -405,7 +397,7 @@ class _Sketches(nn.Module):
         """Yield one message per invalid entry of the sketches in a state dict."""
         tensors = state_dicts.loadable_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, tensors)
-        hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _SketchColumn.HASH_KEY]}
+        hash_keys = {prefix + HASH_KEYS: self.layout[:-1, SketchColumn.HASH_KEY]}
         yield from state_dicts.entry_problems(state_dict, hash_keys)
 
 

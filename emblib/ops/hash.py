@@ -113,6 +113,12 @@ outside of it, such as -1, mean no row.
   `values` is a list, e.g. of weights and states, and so are the rows. Its other arguments are those
   of `InsertResult`. It must be called before the rows of new keys are written
 
+`sketch_count_(counters, layout, keys, counts, tables)`, on the CPU only, counts missing keys in the
+count-min sketches of an admission. `counters` uint8 | int32 | int64 `[n]` are all sketches, and
+`layout` int64 `[T, 5]` has their places (`emblib.columns.SketchColumn`). `keys` int64 `[L]` are
+distinct within their table in `tables` int64 `[L]`; `counts` int64 `[L]` are their uses. Returns
+the uses of each key so far, int64 `[L]`, at most the threshold of its table.
+
 Every op is deterministic: the same bytes on any number of threads, on any device. The definition is
 `emblib.reference.hash`. Sources: linear hashing (Litwin, 1980), the power of two choices (Azar et
 al., 1994), tags as in F14 and SwissTable.
@@ -255,6 +261,7 @@ hash_start_rows_ = torch.ops.emblib.hash_start_rows_.default
 hash_write_rows_ = torch.ops.emblib.hash_write_rows_.default
 hash_add_rows_ = torch.ops.emblib.hash_add_rows_.default
 hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
+sketch_count_ = torch.ops.emblib.sketch_count_.default  # on the CPU only
 
 
 def wanted_buckets(num_keys: int, num_buckets: int, max_buckets: int, load_1024ths: int) -> int:
@@ -407,6 +414,11 @@ def _(
     rows = [v.new_empty(n, v.size(1)) for v in values]
     stamps, scores, count = slots.new_empty(n), slots.new_empty(n), slots.new_empty(1)
     return torch.empty_like(slots), rows, stamps, scores, count
+
+
+@torch.library.register_fake("emblib::sketch_count_")
+def _(counters: Tensor, layout: Tensor, keys: Tensor, counts: Tensor, tables: Tensor) -> Tensor:
+    return torch.empty_like(keys)
 
 
 initial_rows_ = torch.ops.emblib.hash_initial_rows_.default

@@ -5,7 +5,8 @@ a batch, a list of (table, key) by position, then `grow` and `insert` with its m
 `erase`, `expire` and `shrink` are separate calls. `index` returns the same state as the tensors of
 `emblib.ops.hash`, whose docstring defines terms; `HashModel.of` reads them. Keys, stamps and scores
 are signed: an unsigned id is the int64 of the same bits. `initial_row` defines the row of a new
-key. The kernels of `csrc/hash` share no code and no data structure with this file.
+key, `sketch_count_` the counts of an admission. The kernels of `csrc/hash` share no code and no
+data structure with this file.
 
 The rules:
 
@@ -676,3 +677,34 @@ def initial_rows_(
                     begin = offset + slot * stride
                     row = initial_row(rule.tolist(), seed, stream, key, dim)
                     buffer[begin : begin + dim] = row.float().to(buffer.dtype)
+
+
+def sketch_count_(
+    counters: Tensor, layout: Tensor, keys: Tensor, counts: Tensor, tables: Tensor
+) -> Tensor:
+    """Count keys in count-min sketches, each by the state before the call, and raise the counters.
+
+    Args:
+        counters: int `[n]`, all sketches, changed in place.
+        layout: int64 `[T, 5]`, see `SketchColumn`.
+        keys: int64 `[L]`, distinct within each table.
+        counts: int64 `[L]`, uses of each key, not negative.
+        tables: int64 `[L]`, table of each key.
+
+    Returns:
+        int64 `[L]`, uses so far, at most the threshold of the table, and that without a sketch.
+    """
+    cells_of_keys, new_counts = [], []
+    for key, count, table in zip(keys.tolist(), counts.tolist(), tables.tolist(), strict=True):
+        begin, width, depth, threshold, hash_key = layout[table].tolist()
+        bits = mix((key ^ hash_key) % 2**64)
+        low, high = bits % 2**31, bits >> 33 | 1
+        columns = [(low + row * high) % 2**31 * width >> 31 for row in range(depth)]
+        cells = [begin + row * width + column for row, column in enumerate(columns)]
+        seen = min([threshold, *counters[cells].tolist()])
+        cells_of_keys.append(cells)
+        new_counts.append(min(threshold, seen + count))
+    for cells, count in zip(cells_of_keys, new_counts, strict=True):
+        for cell in cells:
+            counters[cell] = max(int(counters[cell]), count)
+    return torch.tensor(new_counts, dtype=torch.int64, device="cpu")

@@ -11,6 +11,8 @@ from emblib.dynamic.admission import Admission, MissingKeys, missing_keys_of
 from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.module import DynamicEmbeddingBags
 from emblib.ops.hash import Keys, Misses
+from emblib.ops.hash import sketch_count_ as native_sketch_count_
+from emblib.reference.hash import sketch_count_
 from emblib.specs import CountMinSketch, DynamicSpec, ExactCounter, FrequencyAdmission
 from tests.hash_cases import unmix
 
@@ -171,62 +173,48 @@ def test_state_goes_with_the_module(device: torch.device) -> None:
     assert set(admitted_of(second, batch, device).values()) == {True}
 
 
-class CountMin:
-    """A sketch as its definition reads, one key after the other within a state of the batch."""
-
-    def __init__(self, width: int, depth: int, threshold: int, hash_key: int) -> None:
-        self.width, self.depth, self.threshold = width, depth, threshold
-        self.hash_key = hash_key
-        self.rows = [[0] * width for _ in range(depth)]
-
-    def columns(self, key: int) -> list[int]:
-        x = ((key ^ self.hash_key) + 0x9E3779B97F4A7C15) % 2**64
-        x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
-        x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
-        x ^= x >> 33
-        low, high = x % 2**31, x >> 33 | 1
-        return [(low + d * high) % 2**31 * self.width >> 31 for d in range(self.depth)]
-
-    def add(self, uses: dict[int, int]) -> dict[int, int]:
-        """Counts after the batch, at most the threshold."""
-        counts = {
-            key: min(
-                n + min(row[c] for row, c in zip(self.rows, self.columns(key), strict=True)),
-                self.threshold,
-            )
-            for key, n in uses.items()
-        }
-        for key, count in counts.items():
-            for row, column in zip(self.rows, self.columns(key), strict=True):
-                row[column] = max(row[column], count)
-        return counts
-
-
 @pytest.mark.parametrize(("threshold", "each"), [(4, 1), (400, 100)], ids=["uint8", "int32"])
 def test_sketches_are_count_min(threshold: int, each: int, device: torch.device) -> None:
     """Narrow enough to err, in two tables of different shapes."""
     shapes = [(53, 3), (31, 4)]
     hash_keys = [5, -(2**63)]
-    models = [CountMin(*shape, threshold, k) for shape, k in zip(shapes, hash_keys, strict=True)]
     specs = [spec(CountMinSketch(*shape), threshold) for shape in shapes]
     admission = Admission(specs, device, hash_keys)
+    layout = torch.tensor([[0, 53, 3, threshold, 5], [159, 31, 4, threshold, -(2**63)]])
+    counters = torch.zeros(159 + 124, dtype=torch.int64)
     seen: Counter[tuple[int, int]] = Counter()
     too_early = 0
     for batch in random_batches(2, (0, 1), 200, 14, 120):
-        seen.update(batch * each)
-        counts: dict[tuple[int, int], int] = {}
-        for t, model in enumerate(models):
-            uses = Counter([key for table, key in batch if table == t] * each)
-            counts |= {(t, key): n for key, n in model.add(uses).items()}
+        uses = Counter(batch * each)
+        seen.update(uses)
+        tables, keys = torch.tensor(list(uses)).unbind(1)
+        counts = torch.tensor(list(uses.values()))
+        counts = sketch_count_(counters, layout, keys, counts, tables)
         got = admitted_of(admission, batch, device, each)
-        assert got == {miss: n >= threshold for miss, n in counts.items()}
+        assert got == dict(zip(uses, (counts >= threshold).tolist(), strict=True))
         assert all(got[miss] for miss in batch if seen[miss] >= threshold)  # never too late
         too_early += sum(got[miss] and seen[miss] < threshold for miss in got)
     assert too_early > 0
     sketches = admission.sketches
     assert sketches is not None
-    flat = [count for model in models for row in model.rows for count in row]
-    assert sketches.counters[:-1].tolist() == flat
+    assert sketches.counters[:-1].tolist() == counters.tolist()
+
+
+@pytest.mark.parametrize(
+    "row", [(1, 4, 2, 3, 5), (0, 0, 1, 3, 5), (-1, 4, 1, 3, 5), (0, 4, -1, 3, 5), (9, 1, 1, 3, 5)]
+)
+def test_a_sketch_beyond_the_counters_is_refused(row: tuple[int, ...]) -> None:
+    counters, keys = torch.zeros(8, dtype=torch.uint8), torch.tensor([7])
+    with pytest.raises(RuntimeError, match="layout must place the sketch of table 0 inside"):
+        native_sketch_count_(counters, torch.tensor([row]), keys, keys, keys * 0)
+    assert not counters.any()
+
+
+def test_a_key_of_no_table_is_refused() -> None:
+    counters, keys = torch.zeros(8, dtype=torch.uint8), torch.tensor([7])
+    with pytest.raises(RuntimeError, match=r"tables must hold rows of layout, in \[0, 1\), got 1"):
+        native_sketch_count_(counters, torch.tensor([(0, 4, 2, 3, 5)]), keys, keys, keys // 7)
+    assert not counters.any()
 
 
 def sharing_counters() -> list[int]:

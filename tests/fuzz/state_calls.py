@@ -532,6 +532,24 @@ def _hash_initial_rows(draw: random.Random) -> Call:
     return Call("hash_initial_rows_", (row_buffers, layout, rule_tensor, *rest), check)
 
 
+def _sketch_count(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    count, threshold = draw.choice([0, 1, 9, 3000]), draw.choice([0, 1, 5, 200])
+    counters = torch.randint(
+        0, 4, (40,), dtype=draw.choice([torch.uint8, torch.int32, torch.int64])
+    )
+    layout = torch.tensor([[2, 7, 3, threshold, 11], [23, 17, 1, threshold, -9], [0, 0, 0, 0, 0]])
+    keys = torch.randperm(4000)[:count] - 2000
+    rest = (layout, keys, torch.randint(1, 9, (count,)), torch.randint(0, 3, (count,)))
+    want = counters.clone()
+
+    def check(arguments: Arguments, got: Any) -> None:
+        same(got, hash.sketch_count_(want, *rest))
+        same(arguments[0], want)
+
+    return Call("sketch_count_", (counters, *rest), check)
+
+
 def _tier_swap(draw: random.Random) -> Call:
     drawn = test_tiers.draw_swap(draw.choice(FLOATS), draw.choice([1, 6]), draw.choice([0, 1, 90]))
     buffers, *rest = drawn
@@ -643,6 +661,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_add_rows_": _hash_add_rows,
     "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
+    "sketch_count_": _sketch_count,
     "tier_insert_batch_": _tier_insert_batch,
     "tier_find_batch_": _tier_find_batch,
     "tier_put_": _tier_put,

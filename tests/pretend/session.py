@@ -61,6 +61,7 @@ SHORT = (
     "tests/ops/test_tt.py::test_rows_and_gradients_match_the_reference[cuda-dtype0-two_cores_odd]",
     "tests/ops/test_tt_precision.py::test_stochastic_rounding_is_unbiased",
     "tests/ops/test_route.py::test_keys_go_where_checkpoints_have_them",
+    "tests/dynamic/test_admission.py::test_sketches_are_count_min",
     "tests/dynamic/test_key_status.py",
     "tests/dynamic/test_expiry.py::test_steps_count_and_custom_scores_stay",
     "tests/dynamic/test_expiry.py::test_scores_are_set_where_they_are_used",
