@@ -73,7 +73,8 @@ class ReplicatedTables(LayoutBuffers):
             batch_sizes = [[inputs.bag_counts[feature]] for feature in self._features]
         if self.is_synchronised:
             for slice_group in self.groups.active:
-                # Backward makes the lookup of the step. Trains with a row cache lack the method.
+                # Backward makes the lookup of the step. Tensor trains with a cache of rows lack the
+                # method.
                 begin_step = getattr(slice_group.module, "begin_step", None)
                 if begin_step is not None:
                     begin_step(is_joint=False)

@@ -36,7 +36,10 @@ class Call:
         self._ends.put(None)
 
     def result(self) -> None:
-        """Wait until the call has ended; raise what it raised."""
+        """Wait until the call has ended; raise what it raised.
+
+        In a forked process a call of the parent does not end, see `CallingThread.after_fork`.
+        """
         while not self.has_ended:
             with contextlib.suppress(Empty):  # another thread that waits may have taken the item
                 self._ends.get(timeout=1.0)

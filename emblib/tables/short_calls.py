@@ -227,8 +227,9 @@ class ShortCalls:
         """Return whether a call with these arguments may be short.
 
         False if `can_serve_tables` or `can_serve_inputs` is false, the module refuses short calls,
-        `DistributedDataParallel` replicates it, or the lookup is only for its backward. In DDP it
-        is as outside, where backward repeats a checkpointed forward with the same saved tensors.
+        `DistributedDataParallel` replicates it, or the lookup is only for its backward. Other
+        modules may be served in DDP too: backward repeats a checkpointed forward outside of it, and
+        must save the same tensors.
         """
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return (

@@ -22,9 +22,9 @@ class TableGroup(dict[str, Any]):
     Kernels read hyperparameters from a tensor of each module, so that captured graphs see a change.
     Writing an entry of the group writes these tensors, before the next backward or step;
     `set_learning_rate`, `set_hyperparameters` and loading of a module write the entries of its
-    groups. An entry that tables cannot adopt raises ValueError, and nothing is changed; `momentum`
-    of a scheduler for tables without momentum is ignored with a warning. A copy or unpickled group
-    has no tables until `connect`.
+    groups. An entry that tables cannot adopt raises ValueError or TypeError, and nothing is
+    changed; `momentum` of a scheduler for tables without momentum is ignored with a warning. A copy
+    or unpickled group has no tables until `connect`.
     """
 
     _tables: _GroupTables | None = None
@@ -187,6 +187,7 @@ class _GroupTables:
 
         Raises:
             ValueError: the tables cannot adopt an entry, such as `params`.
+            TypeError: an entry that is True or False there has another type.
         """
         if "params" in entries:
             raise ValueError(
