@@ -64,6 +64,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         initial_accumulator_value: initial value of the sums.
         eps: constant that is added to the root of a sum.
         maximize: whether to maximize the loss instead of minimizing it.
+        beta1, beta2: ignored, as there, so that one set of arguments does for several optimizers.
 
     Raises:
         ValueError: a number is negative or NaN.
@@ -80,6 +81,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
+        beta1: float | None = None,
+        beta2: float | None = None,
     ) -> None:
         numbers = {
             "lr": lr,

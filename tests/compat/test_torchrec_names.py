@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from emblib import optim
+from emblib.collections.optimizers import from_torch
 from emblib.compat import torchrec, torchrec_names
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
 from emblib.compat.torchrec_tree import TREE, iterate_names, status_of
@@ -79,6 +81,30 @@ def test_a_group_added_to_rowwise_adagrad_has_states() -> None:
     added.grad = torch.full((1, 2), 3.0)
     made.step()
     assert made.state[added]["sum"].item() == 16
+
+
+ADAM_ARGUMENTS = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 0.01, "weight_decay": 0.5}
+ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": optim.Decoupled(0.5)}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("Adam", ADAM_ARGUMENTS, optim.Adam(**ADAM)),
+        ("PartialRowWiseAdam", ADAM_ARGUMENTS, optim.PartialRowwiseAdam(**ADAM)),
+        ("LAMB", ADAM_ARGUMENTS, optim.LAMB(**ADAM)),
+        ("LAMB", {"lr": 0.1, "beta1": 0.8}, optim.LAMB(0.1, betas=(0.8, 0.999))),
+        ("SGD", {"lr": 0.1, "momentum": 0, "weight_decay": 0}, optim.SGD(0.1)),
+        ("RowWiseAdagrad", {"lr": 0.1, "beta1": 0.8}, optim.RowwiseAdagrad(0.1, eps=1e-10)),
+    ],
+)
+def test_optimizers_accept_what_torchrec_hands_to_fbgemm(
+    name: str, arguments: dict[str, Any], expected: optim.Optimizer
+) -> None:
+    """TorchRec hands them on; FBGEMM's Adam has no other decay than the decoupled one."""
+    kind = getattr(torchrec, name)
+    kind([nn.Parameter(torch.ones(2, 2))], **arguments)  # as torch's _apply_optimizer_in_backward
+    assert from_torch(kind, arguments) == expected
 
 
 @pytest.mark.parametrize("name", sorted(RAISES))

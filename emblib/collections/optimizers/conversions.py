@@ -48,6 +48,8 @@ _OPTIMIZER_ARGUMENTS = {
 }
 _L2_ONLY_CLASSES = (optim.LARS,)
 _DECOUPLED_ONLY_CLASSES = (optim.LAMB,)
+# FBGEMM has only decoupled decay for optimizers with moments.
+_DECOUPLED_IN_FBGEMM = (optim.Adam, optim.LAMB)
 
 
 class FusedParams(NamedTuple):
@@ -122,16 +124,39 @@ def _convert_arguments(
     `params` has all arguments.
     """
     decay = hyperparameters.pop("weight_decay", 0.0)
-    arguments = {"lr": hyperparameters.pop("learning_rate", 0.01)}
-    betas = [hyperparameters.pop(name, None) for name in _BETAS]
-    if any(beta is not None for beta in betas):
-        pairs = zip(betas, _DEFAULT_BETAS, strict=True)
-        arguments["betas"] = tuple(default if beta is None else beta for beta, default in pairs)
+    arguments: dict[str, Any] = {"lr": hyperparameters.pop("learning_rate", 0.01)}
+    arguments |= _pop_betas(hyperparameters)
     if params.get("gradient_clipping"):
         arguments["max_gradient"] = params.get("max_gradient", 1.0)
     if decay:
         arguments["weight_decay"] = _convert_decay(make, decay, params.get("weight_decay_mode"))
     return {**arguments, **hyperparameters}
+
+
+def _pop_betas(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove `beta1` and `beta2`, and return both as `betas`; the result is {} without them."""
+    betas = [arguments.pop(name, None) for name in _BETAS]
+    if betas == [None, None]:
+        return {}
+    pairs = zip(betas, _DEFAULT_BETAS, strict=True)
+    return {"betas": tuple(default if beta is None else beta for beta, default in pairs)}
+
+
+def _convert_fbgemm_names(make: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert arguments that TorchRec's optimizers hand to FBGEMM to those of an emblib optimizer.
+
+    Hyperparameters that are 0 or None are left out if `make` does not have them; all other
+    arguments that it does not have stay, and it refuses them.
+    """
+    names = {field.name for field in dataclasses.fields(make)}
+    converted = {
+        name: value
+        for name, value in arguments.items()
+        if value or name in names or name not in _HYPERPARAMETERS
+    }
+    if "betas" in names:
+        converted |= _pop_betas(converted)
+    return converted
 
 
 def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
@@ -150,14 +175,13 @@ def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
         if is_decoupled:
             raise ValueError(f"{make.__name__} has no decoupled weight decay, got mode {mode!r}")
         return optim.L2(rate)
-    # FBGEMM has only decoupled decay for optimizers with moments.
-    has_moments = issubclass(make, optim.Adam | optim.LAMB)
-    if not has_moments and mode_name in ("none", "0"):
+    is_always_decoupled = issubclass(make, _DECOUPLED_IN_FBGEMM)
+    if not is_always_decoupled and mode_name in ("none", "0"):
         raise ValueError(
             f"weight_decay={rate} would have no effect on {make.__name__} with weight_decay_mode "
             "NONE, FBGEMM's default: pass L2 or DECOUPLE as weight_decay_mode, or leave it out"
         )
-    return optim.Decoupled(rate) if is_decoupled or has_moments else optim.L2(rate)
+    return optim.Decoupled(rate) if is_decoupled or is_always_decoupled else optim.L2(rate)
 
 
 def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
@@ -165,23 +189,26 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
 
     Supported are `torch.optim.SGD`, `Adagrad`, `Adam` and `AdamW`, any class called
     `RowWiseAdagrad`, and the classes of `emblib.optim`. Any other class is supported if its
-    attribute `fused_class` is such a class; `fused_defaults` are then default arguments.
+    attribute `fused_class` is such a class; `fused_defaults` are then default arguments, and
+    `beta1` and `beta2` are accepted for `betas`, as in FBGEMM, whose Adam decouples a decay.
 
     Raises:
         ValueError: an argument has no equivalent.
         TypeError: the class is unknown, or is one of `emblib.optim` that does not take the
             arguments.
     """
-    arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
-    optimizer_class = getattr(optimizer_class, "fused_class", optimizer_class)
+    decoupled_classes = _DECOUPLED_ONLY_CLASSES
+    if fused_class := getattr(optimizer_class, "fused_class", None):
+        arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
+        optimizer_class, arguments = fused_class, _convert_fbgemm_names(fused_class, arguments)
+        decoupled_classes = _DECOUPLED_IN_FBGEMM
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer):
         decay = arguments.get("weight_decay")
         if not isinstance(decay, int | float) or isinstance(decay, bool):
             return optimizer_class(**arguments)
         # A number as in torch.optim; classes of emblib.optim take an L2 or Decoupled.
-        decay_class = (
-            optim.Decoupled if issubclass(optimizer_class, _DECOUPLED_ONLY_CLASSES) else optim.L2
-        )
+        is_decoupled = issubclass(optimizer_class, decoupled_classes)
+        decay_class = optim.Decoupled if is_decoupled else optim.L2
         return optimizer_class(
             **{**arguments, "weight_decay": decay_class(decay) if decay else None}
         )
@@ -196,6 +223,8 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         if name in defaults.hyperparameters:
             defaults.hyperparameters[name] = options.pop(name)
     maximize = options.pop("maximize", False)
+    if defaults.make is optim.RowwiseAdagrad:
+        _pop_betas(options)  # TorchRec's RowWiseAdagrad accepts and ignores them
     unsupported = {
         name: value for name, value in options.items() if name not in _IGNORED_ARGUMENTS and value
     }
