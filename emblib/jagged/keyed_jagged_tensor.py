@@ -262,7 +262,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Construct from one JaggedTensor per feature; if they differ in bags, strides vary.
 
         Values are concatenated, so copied. Raises ValueError without features, or if only some of
-        them have weights.
+        them have weights; TypeError unless the arguments are a dict of JaggedTensors and a bool.
         """
         arguments = dict_arguments(jt_dict, force_variable_stride=force_variable_stride)
         return KeyedJaggedTensor(**arguments)

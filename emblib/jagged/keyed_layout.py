@@ -202,7 +202,8 @@ def dict_arguments(
     `force_variable_stride`.
 
     Raises:
-        TypeError: `force_variable_stride` is not a bool, or a value is not a JaggedTensor.
+        TypeError: `jagged` is not a dict, `force_variable_stride` is not a bool, or a value is not
+            a JaggedTensor.
         ValueError: there are no features, or only some of them have weights.
     """
     check_bool("force_variable_stride", force_variable_stride)

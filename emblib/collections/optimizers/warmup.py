@@ -139,8 +139,9 @@ class WarmupOptimizer(OptimizerWrapper):
 
     Raises:
         TypeError: `optimizer` is not a `KeyedOptimizer`.
-        ValueError: `max_iters` of the stages are not > 0 and ascending, or `optimizer` contains
-            another `WarmupOptimizer` whose progress a state dict would mix up with this one's.
+        ValueError: `max_iters` of the stages are not > 0 and ascending, `lr` is not a finite number
+            >= 0, or `optimizer` contains another `WarmupOptimizer` whose progress a state dict
+            would mix up with this one's.
     """
 
     def __init__(

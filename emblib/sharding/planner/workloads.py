@@ -91,6 +91,9 @@ class TableWorkload:
         constraints: limits on the sharding of the table.
         readers: workloads of the other collections that read a shared table; their own `readers`
             are empty.
+
+    Raises:
+        TypeError: `is_weighted` is not a bool.
     """
 
     path: str
