@@ -40,7 +40,7 @@ _MARKERS = "os^Dvp*h"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `statistics`."""
     parser.add_argument("series", type=Path, nargs="+", help="CSV files, e.g. one per rank")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of the PNG and SVG files")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the figures (.)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -530,7 +530,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "content of a gate.json. Exit status: 0 done, 2 wrong usage."
     )
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page (build/trend)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="only runs on it")
 
 
