@@ -85,8 +85,10 @@ class PrefetchedRows:
     Another thread, started at first use, prefetches and moves rows. It changes only the wrapped
     store, this object and `RowMoves`. Both threads hold `_lock` around each call of the wrapped
     store, except in `iterate`, `clear` and `close`. These three wait for prefetches first. They
-    must not be called while another thread uses the store, or before started moves are applied. The
-    thread has only a weak reference to this object; `stop` ends the thread.
+    must not be called while another thread uses the store, or before started moves are applied. Ops
+    on batches use a `HostRows` without the lock, while the thread changes nothing
+    (`BackingTier.begin_batch`). The thread has only a weak reference to this object; `stop` ends
+    the thread.
 
     Two kinds of rows are in memory. *Prefetched* rows are copies of rows that stay in the wrapped
     store, so prefetching changes no result. Per table, the newest blocks stay, with up to

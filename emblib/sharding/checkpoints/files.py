@@ -64,8 +64,9 @@ class _SummedFiles(FileSystem):
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a checkpoint next to the current one of its directory, then replaces that one.
 
-    A writer serves one save. torch calls its methods in their order here: `prepare_global_plan` and
-    `finish` on the coordinator, which is the first rank, the others on every rank.
+    A writer serves one save. torch calls its methods but `discard` in their order here:
+    `prepare_global_plan` and `finish` on the coordinator, which is the first rank, the others on
+    every rank.
     """
 
     def __init__(self, path: Path) -> None:
