@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ again, or there is none.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `bundle`."""
-    parser.epilog = f"{EXIT_STATUS_HELP}\n{RULE}"
+    parser.epilog = f"{EXIT_STATUS_HELP}\n{textwrap.fill(RULE, 100)}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", required=True, metavar="{pack,verify}")
     packer = commands.add_parser("pack", help="put runs, configuration and source into one file")
