@@ -165,7 +165,7 @@ DIFFERS = {
     "KeyedOptimizer": "virtual: all keyed optimizers of emblib are instances",
     "FusedOptimizer": "emblib's: `sharded.fused_optimizer` is one, with learning rates and states",
     "FusedOptimizerModule": "virtual: every module with a `fused_optimizer`",
-    "KeyedOptimizerWrapper": "no `pass_params_dict`; state dicts always have `param_groups`",
+    "KeyedOptimizerWrapper": "state dicts always have `param_groups`",
     "ShardedTensor": "emblib's `ShardedTable` with `local_shards`, `local_tensor`, `gather` and "
     "`copy_`",
     "state_dict_to_device": "sharded tables stay sharded; the process group is not needed",

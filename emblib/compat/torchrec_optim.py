@@ -7,7 +7,7 @@ cannot step. `RowWiseAdagrad` is such a name, too, and also an optimizer of dens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -47,6 +47,33 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
         super().__init__(params, [dict(group) for group in param_groups])
         for parameter, values in state.items():
             self.state[parameter] = values
+
+
+class KeyedOptimizerWrapper(optimizers.KeyedOptimizerWrapper):
+    """`emblib.collections.optimizers.KeyedOptimizerWrapper` with TorchRec's arguments.
+
+    With `pass_params_dict`, `optim_factory` gets the parameters by name, not a list of them.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        optim_factory: Callable[[Any], torch.optim.Optimizer],
+        pass_params_dict: bool = False,
+    ) -> None:
+        check_flags(pass_params_dict=pass_params_dict)
+        super().__init__(
+            params, lambda values: optim_factory(params if pass_params_dict else values)
+        )
+
+
+class CombinedOptimizer(optimizers.CombinedOptimizer):
+    """`emblib.collections.optimizers.CombinedOptimizer` with TorchRec's argument."""
+
+    def __init__(
+        self, optims: Sequence[optimizers.KeyedOptimizer | tuple[str, optimizers.KeyedOptimizer]]
+    ) -> None:
+        super().__init__(optims)
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):

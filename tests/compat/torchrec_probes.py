@@ -271,7 +271,9 @@ def perceptrons(rec: Any) -> None:
 
 def dense(rec: Any, rate: float = 0.5) -> Any:
     parameters = dict(nn.Linear(2, 1).named_parameters())
-    return rec.KeyedOptimizerWrapper(parameters, lambda params: torch.optim.SGD(params, lr=rate))
+    return rec.KeyedOptimizerWrapper(
+        params=parameters, optim_factory=lambda params: torch.optim.SGD(params, lr=rate)
+    )
 
 
 @probe("KeyedOptimizer KeyedOptimizerWrapper")
@@ -286,6 +288,12 @@ def keyed(rec: Any) -> None:
     made.state[parameter]["sum"] += 1
     made.load_state_dict({**saved, "state": {"w": {"sum": torch.full((2,), 3.0)}}})
     assert made.state[parameter]["sum"].tolist() == [3, 3]
+    named = rec.KeyedOptimizerWrapper(
+        {"w": parameter},
+        lambda params: torch.optim.SGD([params["w"]], lr=0.25),
+        pass_params_dict=True,
+    )
+    assert named.param_groups[0]["lr"] == 0.25
 
 
 @probe("CombinedOptimizer OptimizerWrapper GradientClipping GradientClippingOptimizer")
@@ -295,7 +303,7 @@ def wrapped(rec: Any) -> None:
         base, clipping=rec.GradientClipping.NORM, max_gradient=0.5
     )
     assert isinstance(clipped, rec.OptimizerWrapper)
-    both = rec.CombinedOptimizer([("first", clipped), ("second", dense(rec))])
+    both = rec.CombinedOptimizer(optims=[("first", clipped), ("second", dense(rec))])
     assert set(both.params) == {f"{n}.{k}" for n in ("first", "second") for k in ("weight", "bias")}
     for parameter in base.params.values():
         parameter.grad = torch.full_like(parameter, 4.0)
