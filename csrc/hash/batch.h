@@ -239,6 +239,15 @@ struct DistinctKeys {
 
   int64_t num_keys() const { return first_keys.back(); }
 
+  // Write the value of the key of each position to `out` [n]; `by_key` has one value per key.
+  template <class T>
+  void write_by_position(const HashBatch& batch, const T* by_key, T* out) const {
+    parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+      const T* table_values = by_key + first_keys[batch.tables[f]];
+      for (int64_t i = begin; i < end; ++i) out[i] = table_values[key_numbers[i]];
+    });
+  }
+
  private:
   // Number the keys of table t: write `key_numbers`, and `keys` and `uses` from index
   // positions_before[t] on. Return the number of keys. A cell of the scratch table has the number
@@ -472,23 +481,14 @@ struct BatchStatus {
       : by_position(allocate(ids, {n}, ScalarType::Byte)), by_key(new_scratch<uint8_t>(num_keys)) {}
 
   // Write both arrays: the status of `missing` for missing keys, kHit for the others.
-  void write(const HashBatchCall& call, const TableSegments& table_segments,
-             const DistinctKeys& distinct, const MissingKeys& missing) const {
+  void write(const HashBatch& batch, const DistinctKeys& distinct,
+             const MissingKeys& missing) const {
     std::fill_n(by_key.get(), distinct.num_keys(), static_cast<uint8_t>(InsertStatus::kHit));
     for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
       by_key[missing.key_indices[miss]] = missing.status[miss];
     }
-    auto* out = static_cast<uint8_t*>(by_position.mutable_data_ptr());
-    table_segments.for_each_table([&](int64_t t) {
-      const uint8_t* table_statuses = by_key.get() + distinct.first_keys[t];
-      for (int64_t s = table_segments.table_begins[t]; s < table_segments.table_begins[t + 1];
-           ++s) {
-        const int64_t f = table_segments.sorted_segments[s];
-        for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
-          out[i] = table_statuses[distinct.key_numbers[i]];
-        }
-      }
-    });
+    distinct.write_by_position<uint8_t>(batch, by_key.get(),
+                                        static_cast<uint8_t*>(by_position.mutable_data_ptr()));
   }
 };
 

@@ -139,7 +139,7 @@ std::vector<Tensor> hash_insert_batch_(
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets,
                     missing.slots.data(), seed);
     missing.write_slots(key_slots.get());
-    status.write(call, table_segments, distinct, missing);
+    status.write(call.batch, distinct, missing);
   }
   groups.write(call, table_segments, distinct, key_slots.get());
   if (!missing.key_indices.empty() && !fallback_rows.is_null()) {

@@ -343,7 +343,7 @@ std::vector<Tensor> tier_insert_batch_(
     call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets, new_slots.data(),
                     seed);
     missing.write_slots(key_slots.get());
-    status.write(call, table_segments, distinct, missing);
+    status.write(call.batch, distinct, missing);
     miss_results.push_back(status.by_position);
     miss_results.push_back(counts);
     for (const TableMoves& table_moves : moves) table_moves.append_to(&miss_results);
@@ -438,10 +438,7 @@ std::vector<Tensor> tier_find_batch_(std::vector<Tensor> tensors, std::vector<Te
     }
   }
   auto* const out = slots.mutable_data_ptr<int64_t>();
-  parallel_segments(call.batch, [&](int64_t f, int64_t begin, int64_t end) {
-    const int64_t* table_slots = key_slots.get() + distinct.first_keys[call.batch.tables[f]];
-    for (int64_t i = begin; i < end; ++i) out[i] = table_slots[distinct.key_numbers[i]];
-  });
+  distinct.write_by_position<int64_t>(call.batch, key_slots.get(), out);
   fallback_rows.replace_missing(call.batch, out);
   return results;
 }
