@@ -232,7 +232,11 @@ class Memory:
                     f"{_NOT_ON_CUDA[spec.placement]}"
                 )
             if device.type == "meta" and spec.placement is Placement.DISK:
-                raise ValueError("DISK tables are files; a module on meta cannot have them")
+                raise ValueError(
+                    "DISK tables are files; a module on meta cannot have them: make it on the CPU, "
+                    "or, to shard it, with another placement, and name DISK in the storage of the "
+                    "plan (docs/placement.md)"
+                )
 
     def _allocate(self, tier: int, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
         """Allocate weights, then the optimizer states of a tier; their contents are undefined."""
