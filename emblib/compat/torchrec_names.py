@@ -241,7 +241,7 @@ DIFFERS = {
     "Topology": "actual memory, or 32 GiB with a warning for GPUs that this machine lacks; "
     "bandwidths of HBM and DDR are measured, not arguments; `native` has the memory, no `devices`",
     "ParameterConstraints": "options of FBGEMM's tables raise and say where they are",
-    "PlannerError": "emblib's `PlanError`",
+    "PlannerError": "emblib's `PlanError`; no `error_type`",
     "StorageReservation": "over emblib's `Reservation`",
     "HeuristicalStorageReservation": "no term for batches: the planner counts them",
     "InferenceStorageReservation": "as `HeuristicalStorageReservation`",

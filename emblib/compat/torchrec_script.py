@@ -33,7 +33,6 @@ from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.jagged.keyed_jagged_tensor import empty_batch_like
 from emblib.jagged.keyed_tensor import regroup, regroup_by_name
 from emblib.ops.autograd import updates_in_backward
-from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
 from emblib.sharding.checkpoints.saved_tables import StateOfTables
 from emblib.storage.dense import DenseModule
 
@@ -747,12 +746,6 @@ class Tracer(torch.fx.Tracer):
             _tracing["depth"] -= 1
         _resolve_types(graph, root)
         return graph
-
-    def create_arg(self, a: Any) -> Any:
-        """Return the argument of a node; for an awaitable, wait and return that of its result."""
-        if isinstance(a, LazyAwaitable | ReadyAwaitable):
-            return super().create_arg(a.wait())
-        return super().create_arg(a)
 
 
 class _LeafParent(nn.Module):

@@ -8,9 +8,11 @@ first use waits. In a sharded lookup, the input_dist returns an `Awaitable`, and
 from __future__ import annotations
 
 import operator
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from emblib.jagged.jagged_tensor import TracedClass
 from emblib.tables.graph_break import run_uncompiled
 
 T = TypeVar("T")
@@ -77,6 +79,10 @@ class Awaitable(Generic[T]):
     def _wait_impl(self) -> T:
         raise NotImplementedError(f"{type(self).__name__} must define _wait_impl")
 
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """Return the argument of a node in a graph of `torch.fx`: that of the result; it waits."""
+        return tracer.create_arg(self.wait())
+
 
 class ReadyAwaitable(Awaitable[T]):
     """An awaitable whose result is available already."""
@@ -104,13 +110,18 @@ class DeferredAwaitable(Awaitable[T]):
         return function()
 
 
-class LazyAwaitable(Awaitable[T]):
+class _LazyClass(TracedClass, ABCMeta):
+    """Type of lazy awaitables, which may also be abstract: see `TracedClass`."""
+
+
+class LazyAwaitable(Awaitable[T], metaclass=_LazyClass):
     """An awaitable that can be used in place of its result: the first use waits.
 
     Reads of attributes and items, iteration, arithmetic, comparisons, `len`, `in`, `bool`, `int`,
     `float` and torch functions wait and then act on the result. Other uses see the awaitable, such
     as `isinstance`, `hash`, `repr`, assignments, the methods of `Awaitable`, and attributes with a
-    leading underscore. `lazy += x` binds the name to a new object.
+    leading underscore. `lazy += x` binds the name to a new object. In a graph of `torch.fx`, the
+    construction from traced values is one call.
     """
 
     # Declared here so that type checkers do not resolve them by __getattr__, which waits.

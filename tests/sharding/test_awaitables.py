@@ -157,3 +157,22 @@ def test_callbacks_may_be_appended() -> None:
     ready.callbacks.append(lambda value: value * 10)
     assert ready.wait() == 30
     assert ready.wait() == 30
+
+
+class _Doubled(LazyAwaitable[Tensor]):
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+    def _wait_impl(self) -> Tensor:
+        return self.values.mul_(2)  # in place, which a trace of it would not show
+
+
+def test_traces_construct_awaitables() -> None:
+    def difference(values: Tensor) -> Tensor:
+        pending = _Doubled(values)
+        return values + 1 - pending
+
+    traced = torch.fx.symbolic_trace(difference)
+    assert traced(torch.arange(3.0)).tolist() == difference(torch.arange(3.0)).tolist()
+    assert torch.fx.symbolic_trace(lambda: ReadyAwaitable(3))() == 3
