@@ -35,6 +35,7 @@ HELP = f"""\
 Measure embedding tables and write a report.
 
   python run.py +experiment=NAME [key=value ...]
+  python run.py +experiment=NAME --help            its question and keys
   python run.py +experiment=NAME --cfg job         print the composed configuration, run nothing
   python run.py -m +experiment=A,B                 one run after another (Hydra's multirun)
   python run.py COMMAND ...                        one of the commands below; each has --help
@@ -154,8 +155,15 @@ def _run_experiment(arguments: Sequence[str]) -> int:
 
     flags = {argument for argument in arguments if argument.startswith("-")}
     words = [argument for argument in arguments if not argument.startswith("-")]
+    experiment_names = [
+        word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")
+    ]
     if flags & {"-h", "--help"}:
-        print(f"{HELP}\ngroups; `python run.py list` says more\n{groups_in_brief()}")
+        for name in experiment_names:
+            configure.load([f"+experiment={name}"])  # raises if there is none
+            print(f"{configure.source(name)}\n# All keys: --cfg job instead of --help")
+        if not experiment_names:
+            print(f"{HELP}\ngroups; `python run.py list` says more\n{groups_in_brief()}")
         return 0
     if flags & {"-m", "--multirun"}:
         from experiments import launch
@@ -168,9 +176,6 @@ def _run_experiment(arguments: Sequence[str]) -> int:
         words.remove("job")
     elif flags:
         raise UsageError(f"no flag {min(flags)}: there is --help, --cfg job and -m")
-    experiment_names = [
-        word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")
-    ]
     if not experiment_names:
         configure.check_keys(words)
         print(f"experiments, and what they answer\n{questions_in_brief()}\n", file=sys.stderr)

@@ -82,14 +82,19 @@ def groups() -> dict[str, list[str]]:
     return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 
+def source(experiment: str) -> str:
+    """Return the YAML of an experiment, which must exist, without the line that is for Hydra."""
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    return text.removeprefix("# @package _global_\n")
+
+
 def question(experiment: str) -> str:
     """Return the `# Question:` comment of an experiment's YAML as one line; "" without one.
 
     The experiment must exist.
     """
-    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
-    question_lines = []
-    for line in lines:
+    question_lines: list[str] = []
+    for line in source(experiment).splitlines():
         if line.startswith("# Question:"):
             question_lines.append(line.removeprefix("# Question:").strip())
         elif question_lines and line.startswith("# "):

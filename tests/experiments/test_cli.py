@@ -188,6 +188,15 @@ def test_help_names_every_group_and_option(capsys: pytest.CaptureFixture[str]) -
     assert len(shown.splitlines()) <= 60
 
 
+def test_help_of_an_experiment_is_what_its_file_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["+experiment=serving", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# Question: how long do requests for embeddings wait")
+    assert "options: {clients:" in shown
+    assert cli.main(["+experiment=servin", "--help"]) == 2
+    assert "Did you mean '+experiment=serving'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
