@@ -26,8 +26,8 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
 // Interleave the 64-bit lanes of `a` and `b`: write a[0], b[0], a[1], b[1], ... to `out`, which has
 // room for 4 * kWordLanes words of 32 bits.
 EMB_HD void store_interleaved(WordVec a, WordVec b, uint32_t* out) {
-  const WordVec low = __builtin_shuffle(a, b, WordVec{0, 8, 1, 9, 2, 10, 3, 11});
-  const WordVec high = __builtin_shuffle(a, b, WordVec{4, 12, 5, 13, 6, 14, 7, 15});
+  const WordVec low = shuffle<0, 8, 1, 9, 2, 10, 3, 11>(a, b);
+  const WordVec high = shuffle<4, 12, 5, 13, 6, 14, 7, 15>(a, b);
   __builtin_memcpy(out, &low, sizeof(low));
   __builtin_memcpy(out + 16, &high, sizeof(high));
 }
@@ -39,8 +39,8 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
       reinterpret_cast<__m256i>(a), _mm256_set1_epi64x(static_cast<int64_t>(factor))));
 }
 EMB_HD void store_interleaved(WordVec a, WordVec b, uint32_t* out) {
-  const WordVec low = __builtin_shuffle(a, b, WordVec{0, 4, 1, 5});
-  const WordVec high = __builtin_shuffle(a, b, WordVec{2, 6, 3, 7});
+  const WordVec low = shuffle<0, 4, 1, 5>(a, b);
+  const WordVec high = shuffle<2, 6, 3, 7>(a, b);
   __builtin_memcpy(out, &low, sizeof(low));
   __builtin_memcpy(out + 8, &high, sizeof(high));
 }

@@ -26,6 +26,16 @@ inline constexpr int kLanes = 4;
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 
+// Return a vector with the lanes kSources of the concatenation of `a` and `b`.
+template <int... kSources, typename V>
+EMB_HD V shuffle(V a, V b) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, kSources...);
+#else  // gcc 11
+  return __builtin_shuffle(a, b, decltype(a == b){kSources...});
+#endif
+}
+
 // Return a register with x in all lanes.
 EMB_HD Vec broadcast(float x) { return Vec{} + x; }
 

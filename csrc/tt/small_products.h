@@ -4,6 +4,8 @@
 // padding. Only `*_kernels.cpp` may include this file.
 #pragma once
 
+#include <utility>
+
 #include "core/vec.h"
 
 namespace emb::EMB_ISA {
@@ -24,12 +26,10 @@ struct Product {
   Store store;
 };
 
-// A vector of kWidth floats, and the type of lane numbers for a shuffle of it; a single float is
-// not shuffled.
+// A vector of kWidth floats.
 template <int kWidth>
 struct VecOf {
   typedef float type __attribute__((vector_size(kWidth * sizeof(float))));
-  typedef int32_t lanes __attribute__((vector_size(kWidth * sizeof(int32_t))));
 };
 template <>
 struct VecOf<1> {
@@ -121,36 +121,25 @@ inline void multiply(const Product& p) {
   for (; n < p.n; ++n) multiply_columns<1, 1>(p, n);
 }
 
-// Return the lane numbers of one round of a transposition as constants. The round exchanges blocks
-// of `kSpan` lanes between two registers; kHigh: the lanes of the second register.
-template <int kWidth, int kSpan, bool kHigh>
-EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
-  struct Table {
-    int32_t lane[kWidth];
-  };
-  constexpr Table table = [] {
-    Table t{};
-    for (int i = 0; i < kWidth; ++i) {
-      const bool upper = (i & kSpan) != 0;
-      t.lane[i] = kHigh ? (upper ? kWidth + i : i + kSpan) : (upper ? kWidth + i - kSpan : i);
-    }
-    return t;
-  }();
-  typename VecOf<kWidth>::lanes lanes;
-  __builtin_memcpy(&lanes, &table, sizeof(lanes));
-  return lanes;
+// Exchange blocks of kSpan lanes between two registers, one round of a transposition. Return the
+// new first register (kHigh: the second).
+template <int kSpan, bool kHigh, typename V, int... kLanes>
+EMB_HD V exchange_blocks(V a, V b, std::integer_sequence<int, kLanes...>) {
+  constexpr int kWidth = sizeof...(kLanes), kFrom = kHigh ? kSpan : 0;
+  return shuffle<((kLanes & kSpan) != 0 ? kWidth - kSpan : 0) + kFrom + kLanes...>(a, b);
 }
 
 // Do the rounds of a transposition for blocks of kSpan lanes, kSpan / 2 lanes, and so on to one.
 template <int kWidth, int kSpan>
 EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
   if constexpr (kSpan > 0) {
+    constexpr std::make_integer_sequence<int, kWidth> lanes;
 #pragma GCC unroll 16
     for (int i = 0; i < kWidth; ++i) {
       if ((i & kSpan) != 0) continue;
       const auto a = rows[i], b = rows[i + kSpan];
-      rows[i] = __builtin_shuffle(a, b, exchange_lanes<kWidth, kSpan, false>());
-      rows[i + kSpan] = __builtin_shuffle(a, b, exchange_lanes<kWidth, kSpan, true>());
+      rows[i] = exchange_blocks<kSpan, false>(a, b, lanes);
+      rows[i + kSpan] = exchange_blocks<kSpan, true>(a, b, lanes);
     }
     exchange<kWidth, kSpan / 2>(rows);
   }
