@@ -134,14 +134,16 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def keeping_parameters() -> Iterator[None]:
     """Make moves and loads of `nn.Module` write into parameters, not swap or replace them.
 
-    `torch.__future__` can select either for all modules. Lookups read the memory of the parameters
-    that there are. Also a decorator.
+    `torch.__future__` can select either for all modules of the process, so no other thread should
+    move modules meanwhile if it does. Lookups read the memory of the parameters that there are.
+    Also a decorator.
     """
     future = torch.__future__
-    swaps, replaces = (
-        future.get_swap_module_params_on_conversion(),
-        future.get_overwrite_module_params_on_conversion(),
-    )
+    swaps = future.get_swap_module_params_on_conversion()
+    replaces = future.get_overwrite_module_params_on_conversion()
+    if not (swaps or replaces):
+        yield
+        return
     future.set_swap_module_params_on_conversion(False)
     future.set_overwrite_module_params_on_conversion(False)
     try:
