@@ -728,7 +728,7 @@ def is_any_replaced(parameters: Iterable[Any]) -> bool:
 def caller_level() -> int:
     """Return the `stacklevel` with which a warning of the caller names code outside emblib.
 
-    Modules, autograd and the compiler of torch are skipped, too.
+    Modules, autograd and the compiler of torch, and decorators, are skipped, too.
     """
     frame: FrameType | None = sys._getframe(1)
     level = 1
@@ -742,5 +742,6 @@ _INTERNAL_MODULES = (
     "torch.autograd.",
     "torch.nn.modules.",
     "torch.utils._contextlib",  # decorators such as torch.no_grad
+    "contextlib",  # decorators such as ops.keeping_parameters
     "torch._dynamo.",
 )
