@@ -197,7 +197,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         TypeError: the class is unknown, or is one of `emblib.optim` that does not take the
             arguments.
     """
-    decoupled_classes = _DECOUPLED_ONLY_CLASSES
+    decoupled_classes: tuple[type, ...] = _DECOUPLED_ONLY_CLASSES
     if fused_class := getattr(optimizer_class, "fused_class", None):
         arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
         optimizer_class, arguments = fused_class, _convert_fbgemm_names(fused_class, arguments)
