@@ -265,7 +265,7 @@ class _ExactCounters(nn.Module):
 
 
 class _FadingCounters(NamedTuple):
-    """The counters of a sketch of which each is halved once per `halve_every` batches."""
+    """Counters of a sketch: within `halve_every` batches, each of them is halved once."""
 
     first_counter: int
     num_counters: int
@@ -283,7 +283,7 @@ class _Sketches(nn.Module):
     """
 
     counters: Tensor  # uint8, int32 or int64 `[n]`, all sketches, then a spare counter
-    batches: Tensor  # int64 `[1]`, number of batches since `clear`
+    batches: Tensor  # int64 `[1]`, training batches since `clear`, or as a state dict had them
     layout: Tensor  # int64 `[T + 1, 5]`, see `SketchColumn`; zeros for tables without a sketch
 
     def __init__(
@@ -314,10 +314,8 @@ class _Sketches(nn.Module):
                 self._fading.append(
                     _FadingCounters(first_counter, num_counters, sketch.halve_every)
                 )
-            first_counter, max_threshold = (
-                first_counter + num_counters,
-                max(max_threshold, frequency.max_threshold),
-            )
+            first_counter += num_counters
+            max_threshold = max(max_threshold, frequency.max_threshold)
         self.depth = int(layout[:, SketchColumn.DEPTH].max())
         if max_threshold < 2**8:
             dtype = torch.uint8
@@ -359,14 +357,13 @@ class _Sketches(nn.Module):
             num_batches = effects.call_once(torch.ops.aten.clone.default, self.batches)
         for first_counter, num_counters, halve_every in self._fading:
             turn = num_batches % halve_every
-            first_cell, end_cell = (
-                turn * num_counters // halve_every,
-                (turn + 1) * num_counters // halve_every,
-            )
+            first_cell = turn * num_counters // halve_every
+            end_cell = (turn + 1) * num_counters // halve_every
             cells = first_cell + torch.arange(-(-num_counters // halve_every), device=turn.device)
             cells = torch.where(cells < end_cell, first_counter + cells, self.counters.numel() - 1)
             halved = effects.call_once(torch.ops.aten.clone.default, self.counters[cells] // 2)
-            self.counters[cells] = halved
+            # Once, because another run would undo what `sketch_count_` has counted since.
+            effects.call_once(torch.ops.aten.index_put_.default, self.counters, [cells], halved)
         effects.call_once(torch.ops.aten.add_.Scalar, self.batches, 1)
 
     @property
@@ -383,7 +380,7 @@ class _Sketches(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        name, (unexpected_keys, errors) = prefix + HASH_KEYS, arguments[3:]
+        name, unexpected_keys, errors = prefix + HASH_KEYS, arguments[3], arguments[4]
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return
         hash_keys = self.layout[:-1, SketchColumn.HASH_KEY]
@@ -551,7 +548,9 @@ class Admission(nn.Module):
         return is_admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
-        """Return the keys in the exact counter of a table, and their counts; int64 `[n]` each.
+        """Return the keys in the exact counter of a table, and their counts.
+
+        Both are int64 `[n]`, on the device of the counter, sorted as in checkpoints.
 
         Raises:
             ValueError: the table does not count exactly.
@@ -577,9 +576,10 @@ class Admission(nn.Module):
     ) -> None:
         """Copy the counts of a table of another module that has the same admission.
 
-        A sketch is copied with the counts of all keys, and only between modules of one table, as
-        others share their sketches, with equal hash keys: ranks may shard collections with other
-        hash keys than that of rank 0, which all shards have.
+        Exact counts of owned keys are copied. A sketch is copied whole, with the counts of all
+        keys, and only if this module has one table and both have equal hash keys; else nothing is
+        copied, without an error. Hash keys may differ because all shards have those of rank 0, and
+        other ranks may shard a collection that has its own.
 
         Args:
             table: number of the table.
@@ -597,8 +597,7 @@ class Admission(nn.Module):
             and len(self.specs) == 1
             and torch.equal(self.sketches.hash_keys, source.sketches.hash_keys)
         ):
-            state = source.sketches.state_dict()
-            self.sketches.load_state_dict({name: value.clone() for name, value in state.items()})
+            self.sketches.load_state_dict(source.sketches.state_dict())
 
     def counts_exactly(self, table: int) -> bool:
         """Return whether a table counts exactly; else `counts` and `set_counts` raise."""
@@ -620,12 +619,12 @@ class Admission(nn.Module):
         Its entries are "counter" (`HashIndex.snapshot`) and "sketches" (a state dict); None without
         counts of that kind.
         """
-        sketches = None if self.sketches is None else self.sketches.state_dict()
-        return {
-            "counter": None if self.counter is None else self.counter.index.snapshot(),
-            "sketches": sketches
-            and {name: counters.clone() for name, counters in sketches.items()},
-        }
+        counter = None if self.counter is None else self.counter.index.snapshot()
+        sketches = None
+        if self.sketches is not None:
+            state = self.sketches.state_dict()
+            sketches = {name: tensor.clone() for name, tensor in state.items()}
+        return {"counter": counter, "sketches": sketches}
 
     def check_snapshot(self, snapshot: Any) -> None:
         """Raise ValueError unless `restore` can restore a snapshot."""
