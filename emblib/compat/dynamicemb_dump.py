@@ -51,7 +51,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
 def _numbers_by_module(
     model: nn.Module, numbers: Scores
 ) -> Iterator[tuple[str, DynamicEmbTables, dict[str, int]]]:
-    """Yield path, tables, and numbers by table, of each module that `numbers` names.
+    """Yield path, tables, and numbers by table, of each module that `numbers` names; an int: all.
 
     Raises:
         TypeError: `numbers` is neither an int nor a mapping.
@@ -162,7 +162,8 @@ def DynamicEmbDump(
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
         model: model with modules of dynamic tables, see `modules_of`; without any this warns.
-        table_names: names of tables to write, by name or path of their module; None for all.
+        table_names: names of tables to write, each once, by name or path of their module; None for
+            all. Names under the path of a module replace those under its name.
         optim: whether to write optimizer states.
         counter: whether to write the counts of admission.
         pg: process group of the ranks; None is all processes.
@@ -171,16 +172,19 @@ def DynamicEmbDump(
     Raises:
         FileExistsError: `path` is not empty and `allow_overwrite` is not set, or it is no
             directory.
-        NotImplementedError: DynamicEmb does not have the optimizer of a table.
-        OSError: a file could not be written or moved; the earlier files are unchanged.
-        RuntimeError: another rank failed; the earlier files are unchanged.
+        DumpError: rank 0 does not see the files of another rank; the earlier files are unchanged.
+        NotImplementedError: DynamicEmb does not have the optimizer of a table, or its decay.
+        OSError: a file could not be written or moved; the earlier files are unchanged, or restored
+            as far as possible. If only the last sync failed, the new files are in place.
+        RuntimeError: another rank failed; the files are as described for its error.
         TypeError: `table_names` is not a mapping of sequences, or a flag is text.
         ValueError: a module or table does not exist, or ranks have different paths or tables.
     """
     check_flags(allow_overwrite=allow_overwrite)
-    ranks, root = RankGroup.from_value(pg), Path(path)
-    tables = list(_tables_of(root, model, table_names))
-    omitted = _omitted_parts(states=optim, counts=counter)
+    ranks, root = RankGroup.from_value(pg), Path(path).expanduser()
+    with _all_ranks_succeed(ranks):
+        tables = list(_tables_of(root, model, table_names))
+        omitted = _omitted_parts(states=optim, counts=counter)
     _dump(ranks, root, tables, omitted, allow_overwrite=allow_overwrite)
 
 
@@ -197,9 +201,10 @@ def dump_module(
 
     Arguments and errors are those of `DynamicEmbDump`; `table_names` None writes all tables.
     """
-    ranks, root = RankGroup.from_value(pg), Path(save_dir)
-    tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
-    omitted = _omitted_parts(states=optim, counts=counter)
+    ranks, root = RankGroup.from_value(pg), Path(save_dir).expanduser()
+    with _all_ranks_succeed(ranks):
+        tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
+        omitted = _omitted_parts(states=optim, counts=counter)
     _dump(ranks, root, tables, omitted, allow_overwrite=True)
 
 
@@ -260,7 +265,7 @@ def _dump(
 
 
 def _discard(ranks: RankGroup, directories_and_names: Sequence[tuple[Path, str]]) -> None:
-    """Delete the staged files, on rank 0 only, which moves them."""
+    """Delete the staged files of all ranks. Only rank 0, which also commits them, does anything."""
     for directory, name in directories_and_names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
 
@@ -337,7 +342,8 @@ def DynamicEmbLoad(
     Args:
         path: directory of the dump.
         model: model with modules of dynamic tables, see `modules_of`; without any this warns.
-        table_names: names of tables to read, by name or path of their module; None for all.
+        table_names: names of tables to read, each once, by name or path of their module; None for
+            all. Names under the path of a module replace those under its name.
         optim: whether to read optimizer states, and the step, the learning rate and the other
             numbers of the optimizer. An `initial_accumulator_value` is not loaded; it warns if it
             is not that of the table.
@@ -347,16 +353,18 @@ def DynamicEmbLoad(
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
-        NotImplementedError: DynamicEmb does not have the optimizer of a table.
+        NotImplementedError: DynamicEmb does not have the optimizer of a table, or its decay.
         RuntimeError: another rank failed; the message says whether tables were changed.
         TypeError: `table_names` is not a mapping of sequences, or a flag is text.
         ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
             (`dist_type` continuous of DynamicEmb); a module or table does not exist; or ranks have
             different paths or tables. Nothing is changed.
     """
-    tables = list(_tables_of(Path(path), model, table_names))
-    omitted = _omitted_parts(states=optim, counts=counter)
-    _load(RankGroup.from_value(pg), Path(path), tables, omitted)
+    ranks, root = RankGroup.from_value(pg), Path(path).expanduser()
+    with _all_ranks_succeed(ranks):
+        tables = list(_tables_of(root, model, table_names))
+        omitted = _omitted_parts(states=optim, counts=counter)
+    _load(ranks, root, tables, omitted)
 
 
 def load_module(
@@ -372,10 +380,11 @@ def load_module(
 
     Arguments and errors are those of `DynamicEmbLoad`; `table_names` None reads all tables.
     """
-    root = Path(save_dir)
-    tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
-    omitted = _omitted_parts(states=optim, counts=counter)
-    _load(RankGroup.from_value(pg), root, tables, omitted)
+    ranks, root = RankGroup.from_value(pg), Path(save_dir).expanduser()
+    with _all_ranks_succeed(ranks):
+        tables = [_DumpedTable(root, module, name) for name in _checked_names(module, table_names)]
+        omitted = _omitted_parts(states=optim, counts=counter)
+    _load(ranks, root, tables, omitted)
 
 
 def _load(
@@ -435,7 +444,7 @@ def _omitted_parts(**flags: bool | None) -> list[str]:
 def _tables_of(
     root: Path, model: nn.Module, names: Mapping[str, Sequence[str]] | None
 ) -> Iterator[_DumpedTable]:
-    """Yield the tables `names` of a model, by module; None for all. Warn if it has no tables.
+    """Yield the tables `names` of a model, by module; None for all. Warn if it has no modules.
 
     Raises:
         TypeError: `names` is not a mapping of sequences.

@@ -307,6 +307,32 @@ def refuses(ranks: RankGroup, path: str, message: str) -> None:
     assert model.sparse.users.bags.learning_rate == 0.01
 
 
+def names_what_only_one_has(ranks: RankGroup, path: str) -> None:
+    """Every rank raises, where the others would wait for the one with the wrong name."""
+    names = {"users": ["u" if ranks.rank == 0 else "x"]}
+    error, message = (RuntimeError, "rank 1") if ranks.rank == 0 else (ValueError, "no tables")
+    for function in (DynamicEmbDump, DynamicEmbLoad):
+        with pytest.raises(error, match=message):
+            function(path, _model(), names, pg=_group(ranks))
+
+
+def test_a_wrong_name_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    worlds.run(2, names_what_only_one_has, str(tmp_path / "dump"))
+    assert not (tmp_path / "dump").exists()
+
+
+def test_a_path_in_the_home_directory_is_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    DynamicEmbDump("~/dump", trained())
+    assert [path.name for path in tmp_path.iterdir()] == ["dump"]
+    with pytest.raises(FileExistsError, match="has files in it"):
+        DynamicEmbDump("~/dump", trained())
+    DynamicEmbLoad("~/dump", trained())
+
+
 @pytest.mark.parametrize("size", [2, worlds.RANKS])
 def test_every_rank_has_its_files(size: int, tmp_path: Path) -> None:
     """Also where a dump is written over; any number of ranks finds every key once."""

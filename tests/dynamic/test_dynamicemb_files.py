@@ -109,6 +109,22 @@ def test_writing_again_replaces_all_of_a_table_and_nothing_else(tmp_path: Path) 
     assert len(dynamicemb_files.read(tmp_path, "items_2", 6, ADAM, Layout("lru")).entries) == 3
 
 
+def test_tables_whose_names_differ_by_emb_stay_apart(tmp_path: Path) -> None:
+    """`a_emb_opt_values` are states of `a`, and the earlier name of those of `a_emb`."""
+    plain = make(7)
+    plain = Entries(plain.keys, plain.stamps, None, {"weight": plain.rows["weight"]})
+    given = {"a": make(20), "a_emb": plain}
+    for _ in range(2):
+        for name, entries in given.items():
+            dynamicemb_files.stage(tmp_path, name, Layout("lru"), DynamicEmbTable(entries), tick=50)
+        dynamicemb_files.commit([(tmp_path, name) for name in given], 1)
+    dynamicemb_files.write(tmp_path, "a_emb", Layout("lru"), DynamicEmbTable(plain), tick=50)
+    for name, entries in given.items():
+        found = dynamicemb_files.read(tmp_path, name, 6, ADAM, Layout("lru")).entries
+        assert found.keys.tolist() == entries.keys.tolist()
+        assert list(found.rows) == list(entries.rows)
+
+
 def test_a_padded_state_and_the_earlier_name_are_read(tmp_path: Path) -> None:
     theirs(tmp_path, {0: [4, 5]}, {4: 0, 5: 0})
     padded = struct.pack("<8f", 1, 0, 0, 0, 2, 0, 0, 0)

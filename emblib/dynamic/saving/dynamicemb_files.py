@@ -24,6 +24,7 @@ table, and the names of all tables that the call wrote. Loading compares these e
 """
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -60,7 +61,8 @@ class DynamicEmbTable:
     """A table in DynamicEmb's files.
 
     Args:
-        entries: entries in emblib's form; states are written in their order.
+        entries: entries in emblib's form. States are written in their order: states as long as a
+            row must come before those of one number per row (not checked).
         arguments: content of `t_opt_args.json`.
         counts: keys and counts of an admission counter, int64 `[n]` each; None without one.
     """
@@ -105,12 +107,13 @@ def write(
         directory: directory of the collection, created with its parents if missing.
         name: name of the table; existing files are replaced once all new ones are written.
         layout: layout of the table.
-        table: table to write; its `arguments` are added to the layout's. DynamicEmb loads optimizer
-            states only if they have `lr` and the optimizer's other arguments.
+        table: table to write. Its `arguments` get `dist_type` and `evict_strategy` if they lack
+            them: "roundrobin", and the strategy of the order, none for lru_lfu. DynamicEmb loads
+            optimizer states only if they have `lr` and the optimizer's other arguments.
         tick: the current tick, from which ages count.
 
     Raises:
-        OSError: the files cannot be written or moved; the old ones stay, see `commit`.
+        OSError: the files cannot be written or moved; see `commit` for which are there then.
     """
     discard(directory, name)
     try:
@@ -162,8 +165,10 @@ def stage(
 def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
     """Replace the files of tables by the files that all ranks staged; one rank calls this.
 
-    If an exception ends the call, the old files are restored, unless all new ones are in place. The
-    old files of an earlier, killed call, in `.t.old`, are removed first.
+    If an exception ends the call before the new files are in place and synced, the old ones are
+    restored, and staged files may be lost: call `discard`, and stage again before the next
+    `commit`. Later exceptions leave the new files in place. The old files of an earlier, killed
+    call, in `.t.old`, are removed first.
 
     Args:
         tables: directory and name of each.
@@ -171,7 +176,8 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
 
     Raises:
         DumpError: the keys of a rank are missing; the old files stay.
-        OSError: a file could not be moved; the old files are restored, as far as they can be.
+        OSError: a file could not be moved or synced; see above which are in place then, as far as
+            they can be restored.
     """
     moves = [_FileMove.from_staged(Path(folder).expanduser(), name) for folder, name in tables]
     for move in moves:
@@ -290,7 +296,8 @@ def read(
             them. If no rank has a file of states, the result has none.
         layout: layout of the table that takes the entries. Times become stamps 1, 2, ... from the
             oldest to the newest.
-        rank: the rank whose files are read; None reads the files of all ranks, concatenated.
+        rank: the rank whose files are read, in [0, `saved_world_size`), which is not checked; None
+            reads the files of all ranks, concatenated.
 
     Raises:
         DumpError: a rank lacks its keys, or a file that another rank has; a file is damaged or of
@@ -301,7 +308,7 @@ def read(
     keys, values = files.read("emb_keys", torch.int64), files.read("emb_values", torch.float32)
     scores = files.read("emb_scores", torch.int64)
     state_values = files.read("emb_opt_values", torch.float32) if states else None
-    if state_values is None and states:
+    if state_values is None and states and _may_have_earlier_states(directory, name):
         state_values = files.read("opt_values", torch.float32)
     assert keys is not None
     if values is None or values.numel() != keys.numel() * dim:
@@ -342,15 +349,24 @@ def file_name(table: str, item: str, rank: int | str = 0, world_size: int | str 
 
 def _files_of(directory: Path, table: str) -> list[str]:
     """Return the existing files of a table, the keys first."""
-    items = "emb_keys|emb_values|emb_scores|(emb_)?opt_values|counter_(keys|frequencies)"
+    items = "emb_keys|emb_values|emb_scores|emb_opt_values|counter_(keys|frequencies)"
+    if _may_have_earlier_states(directory, table):
+        items += "|opt_values"
     suffixes = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
     pattern = re.compile(rf"{re.escape(table)}_({suffixes})")
     names = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
     return sorted(names, key=lambda name: not _is_key_file(name))
 
 
+def _may_have_earlier_states(directory: Path, table: str) -> bool:
+    """Return whether `t_opt_values` are states of `t`: of `a_emb`, not if there is a table `a`."""
+    other_table = table.removesuffix("_emb")
+    keys = file_name(glob.escape(other_table), "emb_keys", "*", "*")
+    return other_table == table or not any(directory.glob(keys))
+
+
 def _is_key_file(file: str) -> bool:
-    return "_emb_keys." in file
+    return file.rpartition(".rank_")[0].endswith("_emb_keys")
 
 
 def _score_columns(entries: Entries, layout: Layout, tick: int) -> Tensor:

@@ -3,8 +3,8 @@
 The format is that of torch.distributed.checkpoint: data files (`*.distcp`), and a metadata file
 that names them. Every save gives its data files new names, so the checkpoint in the directory stays
 valid until the new metadata file replaces the old one by a rename. Then all data files that the new
-one does not name are deleted. A save that fails deletes its own data files; those of a process that
-was killed stay until the next save.
+one does not name are deleted. A save that fails deletes its own data files, unless the rename may
+have happened; files that stay, also those of a killed process, are deleted by the next save.
 
 The metadata file also has checksums of the data files (`checksums.py`). It is unpickled without
 running code of it (`unpickling.py`), and so are values that are not tensors (`values.py`).
@@ -13,6 +13,7 @@ running code of it (`unpickling.py`), and so are values that are not tensors (`v
 import contextlib
 import dataclasses
 import io
+import itertools
 import pickle
 import uuid
 import warnings
@@ -111,10 +112,11 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
         Raises:
             CheckpointError: a rank has written its files elsewhere.
+            OSError: a file could not be written, synced or deleted; see `write`.
         """
         metadata.storage_data = {}
         sums_by_file: dict[str, FileSums] = {}
-        for result in (result for rank_results in results for result in rank_results):
+        for result in itertools.chain.from_iterable(results):
             if result.index == _SUMS_INDEX:
                 sums_by_file.update(result.storage_data)
             else:
@@ -125,13 +127,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
         sums_by_file = {name: sums for name, sums in sums_by_file.items() if name in used_names}
         directory = Path(self.path)
         flush_directory(directory)
-        _check_files(directory, sums_by_file)
+        _check_files(directory, used_names)
         with replacing(directory / METADATA) as file:
             file.write(checksums.add_footer(pickle.dumps(metadata), sums_by_file))
+            file.flush()  # a full disk fails here, before the checkpoint may be committed
             self._may_be_committed = True
         flush_directory(directory)
         for path in directory.glob(_DATA_FILES):
-            if path.name not in sums_by_file:
+            if path.name not in used_names:
                 path.unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -194,8 +197,9 @@ class Reader(dcp.FileSystemReader):
         has_checksums: whether files are compared with checksums as they are read.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete, damaged or of another version of
-            emblib, or it names classes that a checkpoint does not need.
+        CheckpointError: there is no checkpoint, or its metadata is damaged, is of another version
+            of emblib, or names classes that a checkpoint does not need. A missing data file, and
+            with checksums a damaged one, is an error only when it is read.
         OSError: the file of the metadata cannot be read.
     """
 
@@ -262,7 +266,8 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
 
     Raises:
         CheckpointError: a rank failed, for example because its disk is full; on every rank. The
-            directory keeps its checkpoint.
+            directory has its old checkpoint, or the new one if a step after the commit failed: the
+            sync of the directory, or the deletion of files that are not named any more.
         BaseException: torch's CheckpointException, if a rank was interrupted.
     """
     writer = CheckpointWriter(path)
@@ -271,7 +276,7 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
             dcp.save(
                 state,
                 storage_writer=writer,
-                # torch would spread values over ranks, which may have other ones, as of BatchNorm.
+                # torch would spread the values over ranks, whose values may differ: BatchNorm's.
                 planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
