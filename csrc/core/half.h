@@ -11,7 +11,6 @@
 #include "core/portability.h"
 
 #if defined(__CUDACC__)
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
 
@@ -70,7 +69,8 @@ EMB_HD float from_float<float>(float x) {
 template <>
 EMB_HD bfloat16 from_float<bfloat16>(float x) {
   const uint32_t bits = float_bits(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) {  // NaN must stay NaN: set a payload bit that survives
+  // NaN must stay NaN: set the highest bit of its payload, which the upper half keeps.
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
   }
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};

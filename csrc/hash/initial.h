@@ -14,7 +14,7 @@
 namespace emb {
 
 // The distribution of initial values. kKeyModulo is the key, as an unsigned number, modulo
-// kKeyModulus, in every element.
+// kKeyModulus, in every element; float16 rounds it, to infinity from 65,520 on.
 enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
 inline constexpr uint64_t kKeyModulus = 100000;  // as in DynamicEmb's DEBUG initialiser
 
@@ -24,8 +24,8 @@ struct InitialRule {
   double kind;   // an InitialKind
   double base;   // kUniform: lower bound; kNormal: mean; kConstant: the value
   double scale;  // kUniform: upper minus lower bound; kNormal: standard deviation
-  // kNormal: the distribution is truncated to the values [low, high]. Without truncation, `first`
-  // is the probability of values below `low`, and `span` that of values between both.
+  // kNormal: values are truncated to [low, high], which are infinite if they are not. The normal
+  // distribution before truncation has probability `first` below `low`, and `span` between both.
   double first, span;
   double low, high;
 };

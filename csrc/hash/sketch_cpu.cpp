@@ -104,7 +104,10 @@ void count_keys(const SketchInputs& inputs, C* counters, int64_t* counts) {
   }
 }
 
-// Count keys, and return their counts so far, int64 [L].
+// Count keys, and return their counts so far, int64 [L], at most the threshold of their table,
+// which is the count of all keys of a table of depth 0. Counters, key_counts and thresholds must be
+// >= 0 and thresholds numbers of the dtype of `counters`; neither is checked. emblib/ops/hash.py
+// has the other arguments.
 Tensor sketch_count_(Tensor counters, const Tensor& layout, const Tensor& keys,
                      const Tensor& key_counts, const Tensor& tables) {
   const char* op = "sketch_count_";

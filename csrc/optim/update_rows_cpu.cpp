@@ -2,12 +2,12 @@
 // update_rows_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
-#include <memory>
 #include <vector>
 
 #include "core/check.h"
 #include "core/isa.h"
 #include "core/parallel.h"
+#include "core/scratch.h"
 #include "optim/args.h"
 #include "optim/check.h"
 
@@ -39,7 +39,7 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   parallel_balanced(
       num_rows, kGrain, [dim](int64_t row) { return row * dim; },
       [&](int64_t begin, int64_t end) {
-        const std::unique_ptr<float[]> scratch(new float[kMatrixScratchRows * dim]);
+        const Floats scratch = new_floats(kMatrixScratchRows * dim);
         update(args, scratch.get(), begin, end);
       });
 }

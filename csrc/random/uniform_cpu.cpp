@@ -17,7 +17,8 @@ namespace {
 constexpr int64_t kBlockGrain = 256;  // grain of parallel_balanced, in blocks
 
 // Fill `tensor`, contiguous and float32, float16 or bfloat16, with low + (high - low) * u for
-// uniform u in [0, 1), rounded to its dtype, which can give `high` or the next number above it.
+// uniform u in [0, 1), rounded to its dtype. `low` and high - low are rounded to float32 first, so
+// elements may lie outside [low, high) by the rounding errors of these two and of the result.
 // random/check.h has the limits of `low` and `high`. The result depends on neither the device nor
 // the number of threads.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {

@@ -21,7 +21,8 @@ namespace {
 constexpr int64_t kRowsPerCall = 16;          // rows per call if all targets have equally many rows
 constexpr int64_t kCombineGrain = 32 * 1024;  // grain of parallel_balanced, in elements
 
-// Return whether the columns of `next_target` and of its pieces continue those of `target`.
+// Return whether the columns of `next_target` and of its pieces continue those of `target`, and
+// neither is divided by lengths.
 bool continues_target(const CombineInputs& in, const Target& target, const Target& next_target) {
   const SourcePiece* pieces = in.pieces;
   const int64_t num_pieces = target.end_piece - target.first_piece;
@@ -105,7 +106,8 @@ void run_kernel(CombineFn kernel, const CombineArgs& args, const std::vector<Tar
 }
 
 // Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`
-// in float32, divided by lengths if it has a first_bag, times `scale`.
+// in float32, divided by max(length, 1) if it has a first_bag, times `scale`. Throws for targets
+// and pieces outside the tensors, and for targets with more or fewer elements than the output.
 //   source              flat; its dtype and `dtype` are float32, float16 or bfloat16 each
 //   targets, pieces     int64 [T, 7] and [P, 3], rows of Target and SourcePiece
 //   rows, lengths       int32, and int32 or int64; null if no piece or target names them
@@ -134,8 +136,9 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 }
 
 // Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
-// the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. The
-// gradient of an element in no piece is 0. Pieces must not overlap; this is not checked.
+// the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. Set
+// in.local. The gradient of an element in no piece is 0. Pieces must not overlap, and `rows` must
+// not name a row of a piece twice: its gradients would not be added up. Neither is checked.
 Tensor source_gradient(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
                        double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());
@@ -143,7 +146,7 @@ Tensor source_gradient(const char* op, CombineInputs& in, int64_t source_numel, 
   const int64_t num_outside = in.set_local_of_source(op, local, local_begin, source_numel, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
   Tensor out = allocate_output(in.flat, {num_outside}, dtype);
-  int64_t num_written = 0;  // elements of the source, because pieces do not overlap
+  int64_t num_written = 0;  // elements of the source: pieces and their rows do not overlap
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& target = in.targets[t];
     for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
@@ -167,8 +170,8 @@ Tensor source_gradient(const char* op, CombineInputs& in, int64_t source_numel, 
   return out;
 }
 
-// Return the gradient of a source without local part, [source_numel] of `dtype`; the other
-// arguments are as in `combine`.
+// Return the gradient of a source without local part, [source_numel] of `dtype`. `grad` is that of
+// the output, flat; the other arguments are as in `combine`.
 Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
                         int64_t source_numel, ScalarType dtype, double scale) {

@@ -1,6 +1,7 @@
 // `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
 // CombineTable (route/args.h). Rows whose values and dtype do not change are copied as bytes: those
 // of a piece without row numbers (first_row) which, in `combine`, is the only piece of its target.
+// A copy keeps -0.0 and the bits of a NaN; a sum, which the GPU always computes, makes -0.0 to 0.0.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -10,7 +11,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Return the divisor of a row of a target: the length of its bag, at least 1; 1 without lengths.
+// Return the divisor of a row of a target: the length of its bag, at least 1; 1 if the target has
+// no first_bag.
 EMB_HD float row_divisor(const CombineArgs& args, const Target& target, int64_t row) {
   if (target.first_bag < 0) return 1.0f;
   const int64_t length = args.lengths[target.first_bag + row];
@@ -65,7 +67,7 @@ struct PieceRows {
     return address == nullptr ? nullptr : address + num_skipped_columns;
   }
   EMB_HD static Values values(const In* address, int64_t) { return {address}; }
-  EMB_HD static void prefetch(int64_t, int64_t) {}  // rows of a target are neighbours
+  EMB_HD static void prefetch(int64_t, int64_t) {}  // pieces without row numbers are read in order
 };
 
 // Write row `row` of a target to `out`: the sum of its pieces, divided by `divisor`, times

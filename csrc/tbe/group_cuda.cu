@@ -13,6 +13,7 @@
 
 namespace emb::cuda {
 
+// For launch_bounds_check in lookup_cuda.cu, so that the kernel is compiled in one file only.
 template void launch_lookup_keys(const CudaLauncher&, const KeySource&, const BatchCheck&,
                                  const SortBuffers<uint32_t>&);
 

@@ -21,7 +21,7 @@ namespace emb::cuda {
 // kernel has run.
 struct BatchCheck {
   int32_t* repaired_offsets = nullptr;  // [bags + 1], an output, written if an offset is invalid
-  bool copies_valid_offsets = false;    // write `repaired_offsets` for valid offsets too, as int32
+  bool copies_valid_offsets = false;    // write `repaired_offsets` for a valid batch, too
   bool is_fatal = false;                // trap at a violation, as an assert does
   // [2]: the number of invalid indices, and the number of offsets that the repair changed plus that
   // of lost indices. Null if violations are not counted.
@@ -119,9 +119,9 @@ EMB_DEVICE void fail_for_indices() {
 
 // Report the violations of a batch: the number of invalid indices, and the number of offsets that
 // the repair changed plus that of lost indices. If check.is_fatal, trap unless both are 0. Unless
-// check.violations is null, add them to it, or overwrite it if not check.adds_violations. Only one
-// thread of the grid must call this. The additions are atomic because kernels on other streams may
-// add to the same counts.
+// check.violations is null, add them to it, or overwrite it if not check.adds_violations. Exactly
+// one thread of the grid must call this. The additions are atomic because kernels on other streams
+// may add to the same counts.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_invalid_indices,
                                   int64_t num_offset_violations) {
   if (check.is_fatal && num_offset_violations > 0) fail_for_offsets();

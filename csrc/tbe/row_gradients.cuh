@@ -21,7 +21,7 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
-// Minimum number of blocks per multiprocessor of chunk_kernel: with four, a thread has 64
+// Minimum number of blocks per multiprocessor of chunk_kernel: with four, a thread has at most 64
 // registers.
 inline constexpr int kChunkSumBlocksPerSm = 4;
 // The three limits below are not measured.
@@ -77,13 +77,13 @@ struct ChunkTask {
 // The gradients of a batch and its grouping, for the kernels that sum the gradients of rows. All
 // pointers are to device memory that must live until the kernels have run. The entry has checked
 // shapes; the contents (grouping, features, bag layout) are trusted, but not those of row_slots and
-// offsets. F is the number of features, B of bags per feature of a fixed batch, L of lookups, and U
-// of unique rows.
+// offsets. F is the number of features, B of bags per feature of a fixed batch, L of lookups, and D
+// of columns of the gradient of a lookup.
 struct DeviceGradArgs {
   // [B, output_dim]; [output_dim] with pooling in a variable batch; [L, D] without pooling
   const void* grad;
   Dtype grad_type;
-  int64_t grad_stride;      // elements between rows of `grad`
+  int64_t grad_stride;      // elements between rows of `grad`; read without pooling only
   const Feature* features;  // [F]
   BagMap map;
   Bags bags;  // MEAN divides by their lengths
@@ -252,8 +252,9 @@ EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, Chu
   }
 }
 
-// Sum the chunks of all slots, one block per chunk, `lanes` lanes per stretch. Each warp of a block
-// reads the tasks of the block's next 32 slots at once, since most slots have no chunk.
+// Sum the chunks of all slots, `lanes` lanes per stretch. One block sums a chunk, or its columns of
+// a stripe: the grid's second dimension is over stripes. Each warp of a block reads the tasks of
+// the block's next 32 slots at once, since most slots have no chunk.
 template <class G>
 __global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocksPerSm)
     chunk_kernel(DeviceGradArgs args, int lanes) {

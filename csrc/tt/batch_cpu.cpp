@@ -32,7 +32,8 @@ struct ScratchMatrix {
                                         ScalarType::Float)) {}
 };
 
-// Check that `layout`, [num_tables], describes the same tables as `tables`; throw otherwise.
+// Check that `layout`, [num_tables], has the halves and the first keys and ids of `tables`; throw
+// otherwise. Rows, multipliers and offsets are not compared.
 void check_table_layout(const char* op, const TtTableIds* layout, int64_t num_tables,
                         const TtTables& tables) {
   bool is_equal = num_tables == tables.size();
@@ -94,6 +95,7 @@ bool has_valid_lookups(const char* op, const Tensor& features, const Tensor& ind
 //   num_saved                 number of left halves whose values are returned; below 0: return the
 //                             output alone
 //   violations                not used on the CPU: the caller counts those of an invalid batch
+//   matmul_precision          a MatmulPrecision; products on the CPU are float32 with any
 // The other arguments are those of tbe_lookup.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
@@ -147,6 +149,8 @@ std::vector<Tensor> tt_lookup_checked_(
 //   grad        the gradient of the output of tt_lookup_checked_
 //   kept        the other tensors that it returned for these indices
 //   is_stale    the cores have changed since that call, so that its left values are not used
+//   hyper       float64, on the CPU, see optim/functor.h; check_hyper says what is checked
+//   optimizer   a number of Optimizers
 // The other arguments are those of tt_lookup_checked_.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
@@ -170,6 +174,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                  kept[kGroupCount]},
                 offsets, bag_layout, sample_weights, pooling, checked_tables.max_dim,
                 row_grads.memory.get());
+  // Not before sum_row_grads, whose checks throw for a skipped step, too.
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   const std::vector<Tensor> plan(kept.begin() + kNumGroupTensors, kept.end() - 1);
   // The update computes the left values that it does not get.

@@ -30,7 +30,11 @@ class ColumnOrder:
     """Reorder the columns of a lookup by configuration, and divide means.
 
     One pass of `emblib.ops.route.combine` over `[B, columns]` does both. Its descriptors depend on
-    the batch size, and are cached for the last one.
+    the batch size and the device, and are cached for the last ones.
+
+    Args:
+        groups: groups with pooling SUM or MEAN; its `order` is that of the columns and features.
+        divides: whether the columns of each unit are sums to divide by the lengths of their bags.
     """
 
     def __init__(self, groups: TableGroups, divides: Sequence[bool]) -> None:
@@ -86,7 +90,11 @@ class ColumnOrder:
         return descriptors[1], descriptors[2]
 
     def __call__(self, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Return the columns of `rows` `[B, columns]` in the order of the configurations."""
+        """Return the columns of `rows` in the order of the configurations, in the same dtype.
+
+        `rows`, `[B, groups.output_dim]`, must be contiguous. The columns, and the features of
+        `batch`, must be in the order `groups.order`.
+        """
         targets, pieces = self._descriptors(rows.shape[0], rows.device)
         lengths = batch.lengths() if self._divides_means else None
         flat = route.combine(rows.view(-1), targets, pieces, lengths, rows.numel(), rows.dtype)
@@ -96,7 +104,7 @@ class ColumnOrder:
 def bounds_output(config: TableConfig) -> bool:
     """Return whether `max_gradient` bounds the gradients of a table's output.
 
-    `Combine.MULTIPLY` bounds those of the two rows of an id.
+    With `Combine.MULTIPLY` it bounds the gradients of the two rows of an id instead.
     """
     return getattr(config.storage, "combine", None) is not Combine.MULTIPLY
 
@@ -109,7 +117,7 @@ def bounds_of_means(
     Args:
         optimizers: the optimizers of the blocks that are means divided after their lookup.
         num_blocks: number of all blocks.
-        scale: factor of the gradients between the output and the tables, which is not 0.
+        scale: factor of the gradients between the output and the tables, greater than 0.
     """
     rules: list[UpdateRule | None] = [None] * num_blocks
     for block, optimizer in optimizers.items():
@@ -122,8 +130,8 @@ def bounds_of_means(
 def clip_blocks(output: Tensor, widths: list[int], rules: list[UpdateRule | None]) -> Tensor:
     """Return `output` `[B, columns]`; backward clamps the gradient of each block of columns.
 
-    Block i has `widths[i]` columns and the bound of `rules[i]`; None clamps nothing. Without any
-    rule this is `output` itself.
+    Block i has `widths[i]` columns and the bound of `rules[i]`; None clamps nothing. `rules` may be
+    []: without any rule this is `output` itself. A bound is times the scale of a GradScaler.
     """
     if not any(rules):
         return output

@@ -208,6 +208,8 @@ def fuse_embedding_optimizer(
         optimizer_kwargs: arguments of the optimizer.
         device: device that the model is moved to.
         location: argument that must be None; otherwise ValueError is raised.
+
+    Other errors are those of `apply_optimizer_in_backward`.
     """
     _refuse_location(location)
     collection_classes = (
@@ -282,11 +284,12 @@ class _WithContexts(Subscripted):
         table_name_to_parameter_sharding: sharding of each table, in TorchRec's or emblib's form.
         env: a `ShardingEnv`, or the ranks as a `RankGroup`; None is all processes.
         fused_params: arguments of the optimizer in backward, see `ModuleSharder`.
-        device: device of the tables; None is the device of the ranks.
+        device: device of the tables, see `ranks_of`; None is the device of the ranks. Used with a
+            `ShardingEnv` only: a `RankGroup` has its own.
         qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
         module_fqn: ignored.
         options: further arguments of emblib's class: `comm_precision`, `gradients`, `optimizer`,
-            `shared`. They replace those that follow from the arguments above.
+            `shared`. They replace those that follow from the arguments above, unless they are None.
     """
 
     _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
@@ -578,7 +581,9 @@ def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer 
 
 
 def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
-    """Return the ranks of `env`, with tables on `device`; None is the device of the ranks.
+    """Return the ranks of `env`, with tables on a device of the type of `device`.
+
+    None, or the type that the ranks have, keeps the device of the ranks; an index is ignored then.
 
     Raises:
         ValueError: `env` is several devices of one process.

@@ -67,12 +67,15 @@ class ChangeLog:
         step: number of the training step that the tables are at.
         states: whether entries have optimizer states.
         compact_every: all rows are written again at its multiples, or the first step after one that
-            is recorded, and entries before the last ones with all rows are dropped. None: only
+            is recorded, and entries before the last but one with all rows are dropped. None: only
             `snapshot` writes all rows, the log does not begin with a snapshot, and the sink must be
             empty.
         max_pending: number of entries that may wait to be written. The compaction that follows a
             delta of the same step may be one more.
         when_full: reaction of `record` while `max_pending` entries wait.
+
+    Attributes:
+        step: step of the last entry, or the argument `step` before the first one.
 
     Raises:
         TypeError: the model has tensor trains, quantised tables or a `ReplicatedModelParallel`, or
@@ -198,7 +201,7 @@ class ChangeLog:
 
         Raises:
             ChangeLogError: an earlier entry could not be written.
-            RuntimeError: the log is closed.
+            RuntimeError: the log is closed, or belongs to another process.
             TypeError, ValueError: the step is not an int >= 0.
         """
         step = check_count("step", step, minimum=0)
@@ -240,7 +243,7 @@ class ChangeLog:
 
         Raises:
             ChangeLogError: an entry could not be written.
-            RuntimeError: the log is closed.
+            RuntimeError: the log is closed, or belongs to another process.
         """
         self._writer.flush()
 

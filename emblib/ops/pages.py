@@ -1,12 +1,14 @@
 """Operations on the files of a store, which are mapped into memory, on the CPU.
 
-`rows`, int64 `[n]`, has the row numbers in a file; -1 is skipped. Row r occupies `row_bytes` bytes
-from byte `first_byte + r * row_bytes` on. Pages have `page_bytes` bytes and are numbered from byte
-0. `marks`, uint8, has one mark per page, 0 or 1. Tensors must be contiguous.
+`rows`, int64 `[n]`, has the row numbers in a file; negative ones are skipped. Row r occupies
+`row_bytes` bytes from byte `first_byte + r * row_bytes` on. Pages have `page_bytes` bytes and are
+numbered from byte 0. `marks`, uint8, has one mark per page, 0 or 1. Tensors must be contiguous
+vectors of these dtypes; others raise RuntimeError.
 
 - `page_crc32(data, pages, page_bytes)` returns the CRC-32 of the pages of `data`, uint8 `[N]`, with
-  the numbers `pages`, int64 `[n]`, as zlib computes it: uint8 `[n, 4]`, each the bytes of an
-  unsigned number of the machine. The last page of `data` may be short
+  the numbers `pages`, int64 `[n]`, as zlib computes it: uint8 `[n, 4]`, each row a uint32 in the
+  byte order of the machine. The last page of `data` may be short; a page that does not exist raises
+  RuntimeError
 - `pages_without_mark(marks, rows, row_bytes, first_byte, page_bytes)` returns the pages of rows
   that have mark 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages
   past the end of `marks` are left out
@@ -17,9 +19,10 @@ from byte `first_byte + r * row_bytes` on. Pages have `page_bytes` bytes and are
   each entry s of `slots`, int64 `[n]`. It returns -1 for slot -1, and for file slots f with
   `is_hidden[f]` (uint8) not 0; None hides none. Other slots, and file slots without an entry in
   `is_hidden`, raise RuntimeError
-- `fetch_pages(data, rows, row_bytes, first_byte)` reads the pages of rows of a mapped file into
-  memory. It first probes some of the pages, and reads none if all of these are in memory. The last
-  row may end after `data`. Returns the bytes of `data` at which unreadable pages begin, int64
+- `fetch_pages(data, rows, row_bytes, first_byte)` reads the pages of rows of a mapped file, here
+  those of the system, into memory. It first probes some of the pages, and reads none if all of
+  these are in memory. The last row may end after `data`; a row that begins after it raises
+  RuntimeError. Returns the bytes of `data` at which unreadable pages begin, int64
   `[m]`, at most one per range, and the number of ranges that were read, int64 `[1]`. A range is of
   rows that follow each other in `rows` and are on the same or on adjacent pages. A page is
   unreadable if the file was cut off or the disk has failed: using it ends the process with
@@ -28,7 +31,7 @@ from byte `first_byte + r * row_bytes` on. Pages have `page_bytes` bytes and are
 
 `crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
 
-`emblib.reference.pages` defines all but `fetch_pages`, which changes no value.
+`emblib.reference.pages` defines all ops but `fetch_pages`, which changes no value.
 """
 
 import torch

@@ -16,7 +16,7 @@ batches, CUB for others.
 
 `fill_uniform_(tensor, low, high, seed)` fills a contiguous float32, float16 or bfloat16 tensor with
 `low + (high - low) * u`. `low` and `high - low` are rounded to float32 first. The sum is rounded
-once to float32 and then to the dtype, and may round to `high` or the next number above it.
+once to float32 and then to the dtype, so elements may lie outside `[low, high)` by these errors.
 It raises RuntimeError unless `low <= high`, both are finite in the dtype of `tensor`, and `high -
 low` is finite in float32. `u`, one of 2^24 equidistant numbers in [0, 1), depends only on the seed
 and the position, so the values are the same on any device and any number of threads.

@@ -28,7 +28,8 @@ which are matrices in the flat `source`. If `first_row` of a piece is not negati
 target adds row `rows[first_row + i]` (int32) of the piece, none if that is -1; otherwise row i. The
 sum is multiplied by `scale`. If `first_bag` of the target is not negative, row i is divided by
 `max(lengths[first_bag + i], 1)`. Targets must cover the output without overlap; pieces must not
-overlap. `combine_backward` is the adjoint: pieces receive the gradient of their target, and
+overlap, nor, for `combine_backward`, may `rows` name a row of a piece twice (not checked).
+`combine_backward` is the adjoint: pieces receive the gradient of their target, and
 elements of the source in no piece receive 0. `source` and `dtype` are float32, float16 or bfloat16.
 
 Part of the source may be in a tensor of its own: with `local`, flat, elements `[local_begin,
@@ -40,7 +41,8 @@ lies completely in one of the two. `combine_backward_` writes `local` and return
 
 On the CPU, wrong contents of routing, targets and pieces raise RuntimeError before anything is
 written. A GPU does not check them, since the host would wait, but touches nothing outside the
-tensors. Results depend on neither the number of threads nor the device. The definition is
+tensors. Results depend on neither the number of threads nor the device, but for the sign of a zero
+and the bits of a NaN, which the CPU copies where a target has one piece. The definition is
 `emblib.reference.route`. The columns are defined in `emblib.columns`.
 """
 

@@ -57,10 +57,9 @@ def _(
     num_saved: int,
     matmul_precision: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    no_values = cores[0].new_empty(0, dtype=torch.float32)
-    rows = no_values.new_empty(plan[2].numel(), _max_dim(dim_factors, num_cores))
-    size = left_value_size(cores, dim_factors, num_cores)
-    return rows, no_values.new_empty(num_saved, size)
+    size, dim = left_value_size(cores, dim_factors, num_cores), _max_dim(dim_factors, num_cores)
+    rows = cores[0].new_empty((plan[2].numel(), dim), dtype=torch.float32)
+    return rows, rows.new_empty(num_saved, size)
 
 
 @torch.library.register_fake("emblib::tt_core_grads")
@@ -68,6 +67,8 @@ def _(cores: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     return [torch.empty_like(core, dtype=torch.float32) for core in cores]
 
 
+# Results of a valid batch on the CPU. On a GPU the op returns other tensors, see csrc/schema.cpp;
+# compiled graphs do not call it there.
 @torch.library.register_fake("emblib::tt_lookup_checked_")
 def _(
     cores: Sequence[Tensor],

@@ -7,6 +7,9 @@ digit of core 0 most significant. Decomposition and layout are those of TT-Rec (
 2021). Cores may have any floating dtype and device; `rows`, `to_dense` and `lookup` are
 differentiable in the cores. Terms: L ids, D dim, d cores. `row_factors` are the p_k, `dim_factors`
 the q_k. `update_rows_` updates a core as a matrix of p_k rows.
+
+A table may permute its ids (`permuted`). Only `keys` does so itself: all other functions take rows,
+so callers with a permutation pass `permuted(ids, ...)`.
 """
 
 import math
@@ -66,13 +69,13 @@ def rows(
         )
         columns *= dim_factors[k]
         chain = torch.bmm(chain, factor).view(ids.numel(), columns, full_ranks[k + 1])
-    return chain.reshape(ids.numel(), math.prod(dim_factors))
+    return chain.view(ids.numel(), columns)
 
 
 def to_dense(
     cores: Sequence[Tensor], num_rows: int, row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> Tensor:
-    """Return the whole table, `[num_rows, D]`."""
+    """Return the whole table in the order of rows (not of permuted ids), `[num_rows, D]`."""
     ids = torch.arange(num_rows, device=cores[0].device)
     return rows(cores, ids, row_factors, dim_factors)
 
@@ -102,13 +105,16 @@ def keys(
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
     id_digits = digits(permuted(repaired, num_rows, permutation), row_factors)
-    order = list(range(len(row_factors)))
-    if len(order) > 2:
-        order[:2] = [1, 0]
     key = torch.zeros_like(repaired)
-    for k in order:
+    for k in _key_order(len(row_factors)):
         key = key * row_factors[k] + id_digits[k]
     return torch.where(ids == -1, ids, key)
+
+
+def _key_order(num_cores: int) -> list[int]:
+    """Return the cores whose digits make up a sort key, the most significant first."""
+    order = list(range(num_cores))
+    return [1, 0, *order[2:]] if num_cores > 2 else order
 
 
 def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
@@ -116,9 +122,7 @@ def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
 
     A row is an id after its permutation. The keys must not be -1; not checked.
     """
-    order = list(range(len(row_factors)))
-    if len(order) > 2:
-        order[:2] = [1, 0]
+    order = _key_order(len(row_factors))
     id_digits = dict(zip(order, digits(sort_keys, [row_factors[k] for k in order]), strict=True))
     ids = torch.zeros_like(sort_keys)
     for k, factor in enumerate(row_factors):
@@ -133,7 +137,7 @@ def core_grads(
     row_factors: Sequence[int],
     dim_factors: Sequence[int],
 ) -> list[Tensor]:
-    """Return the gradients of all cores, given `row_grads` `[L, D]` of rows `ids`, in its dtype."""
+    """Return the gradients of all cores, in the dtype of `row_grads` `[L, D]`, of rows `ids`."""
     with torch.enable_grad():
         leaves = [core.detach().to(row_grads.dtype).requires_grad_() for core in cores]
         out = rows(leaves, ids, row_factors, dim_factors)
@@ -167,14 +171,15 @@ def split_stored(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids to compute from the cores, the stored rows to read, and the keys to count.
 
-    All are int64 `[L]`, -1 for none; the first two are empty if no rows are stored.
+    All are int64 `[L]`, -1 for none. If no rows are stored, the first two are empty: the cores
+    compute all ids then.
 
     Args:
         indices: `[L]`, as the batch has them; an index that differs from its id was invalid.
         ids: int64 `[L]`, the repaired indices; -1 for lookups to skip.
-        keys: int64 `[L]`, the ids, numbered over all tables.
-        slots: int64 `[L]`, slots of `keys` in the index of stored rows, -1 for none; None if no
-            rows are stored.
+        keys: int64 `[L]`, the ids, numbered over all tables; -1 for lookups to skip.
+        slots: int64 `[L]`, slots of `keys` in the index of stored rows, less than S, -1 for none;
+            None if no rows are stored.
         row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
     """
     counted_keys = torch.where(indices == ids, keys, -1)

@@ -139,7 +139,7 @@ class Quantized(Storage):
     def nbytes(
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
-        """Return the bytes of the packed rows, each with its scale and offset."""
+        """Return the bytes of the packed rows, each with scale and offset, and of padding."""
         return MemoryBytes(quant.table_bytes(table_slice.num_rows, table_slice.dim, self.bits))
 
     def update_ns(

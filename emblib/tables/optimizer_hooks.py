@@ -68,6 +68,8 @@ def rows_as_read(module: Any, views: Mapping[str, Tensor], name: str = "weight")
 def copy_decayed(source: Any, target: Any) -> None:
     """Copy the rows that a `GlobalDecay` scales, as lookups read them, to a table for inference.
 
+    Without a `GlobalDecay` nothing is copied.
+
     Args:
         source: handle of a trained table.
         target: handle of a table with the same rows.
@@ -80,32 +82,39 @@ def copy_decayed(source: Any, target: Any) -> None:
 
 
 def tables_as_read(module: Any) -> list[Tensor]:
-    """Return the rows of all tables of a `TableBatchedEmbeddingBags` as lookups read them now."""
+    """Return the rows of all tables of a `TableBatchedEmbeddingBags` as lookups read them now.
+
+    Without a `GlobalDecay` they share the memory of the tables.
+    """
     module.table_weights()  # flushes a cache
     return [rows_as_read(module, views) for views in module.table_views()]
 
 
 def is_periodic(optimizer: Optimizer) -> bool:
-    """Return whether `before_forward` does anything for this optimizer."""
+    """Return whether an optimizer has a periodic part, for which `before_forward` must be called.
+
+    A `Counter` is one even if its `update_every` is <= 0, with which nothing is updated.
+    """
     counts_rows = isinstance(optimizer, RowwiseAdagrad) and isinstance(optimizer.counter, Counter)
     return counts_rows or isinstance(optimizer, EnsembleRowwiseAdagrad)
 
 
 def check_tables(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
     """Raise ValueError for tables or a pooling that the parts of an optimizer here cannot serve."""
+    has_decay = find_global_decay(optimizer) is not None
     for spec in tables:
         is_in_memory = spec.placement in (Placement.DEVICE, Placement.HOST)
-        if find_global_decay(optimizer) is not None and not is_in_memory:
+        if has_decay and not is_in_memory:
             raise ValueError(
-                "GlobalDecay looks at the state of every row that is read, so all tables must be "
-                f"on the device, got placement {spec.placement.value}"
+                "GlobalDecay looks at the state of every row that is read, so all tables must have "
+                f"placement device or host, got {spec.placement.value}"
             )
         if isinstance(optimizer, EnsembleRowwiseAdagrad) and spec.placement.cached:
             raise ValueError(
                 "EnsembleRowwiseAdagrad rewrites whole tables, so none may be cached, got "
                 f"placement {spec.placement.value}; MANAGED may be"
             )
-    if find_global_decay(optimizer) is not None and pooling is Pooling.NONE:
+    if has_decay and pooling is Pooling.NONE:
         raise ValueError("GlobalDecay scales rows as they are pooled; use pooling SUM or MEAN")
 
 
@@ -127,8 +136,8 @@ def before_forward(
     Args:
         optimizer: optimizer for which `is_periodic` is true.
         step: number of the step, from 1.
-        tiers: memory of the tables, tier by tier, and `hyperparams`, whose last entry is the
-            largest row count.
+        tiers: memory of the tables, tier by tier, and `hyperparams`, whose last entry is, for a
+            `Counter`, the largest row count plus 1.
         views: weight and optimizer states of each table that is trained, by name.
     """
     if isinstance(optimizer, EnsembleRowwiseAdagrad):

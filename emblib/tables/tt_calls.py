@@ -1,10 +1,10 @@
 """Short calls of tensor-train tables: a lookup and its backward as one op each.
 
 `ShortTTCalls` stores the arguments that all calls of a module share. The op of forward checks the
-batch and looks it up. It returns the grouping, the plan and the values of left halves as tensors,
-which autograd saves. The op of backward counts the step and updates the cores. On the CPU, a batch
-with invalid indices or offsets needs more ops. `emblib.ops.tt` serves the calls that `can_serve`
-refuses, with the same bits.
+batch and looks it up. It returns what backward needs, which autograd saves: on the CPU the tensors
+of the grouping, the plan and the values of left halves, on a GPU one tensor. The op of backward
+counts the step and updates the cores. On the CPU, a batch with invalid indices or offsets needs
+more ops. `emblib.ops.tt` serves the calls that `can_serve` refuses, with the same bits.
 """
 
 from __future__ import annotations
@@ -107,7 +107,12 @@ class ShortTTCalls:
         return type(None), ()
 
     def matches(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
-        """Return whether a module still has the tensors and options of these calls."""
+        """Return whether calls of a module, which reads `cores`, may use this object.
+
+        False if its optimizer, bounds check, pooling, a buffer or a core is another object, or if
+        gradients are enabled now and were not when this object was made. Other options of a module
+        do not change.
+        """
         buffers = module._buffers
         return (
             self._optimizer is module.optimizer
@@ -161,7 +166,10 @@ class ShortTTCalls:
         sample_weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Pool each bag; with gradients enabled, backward applies the optimizer."""
+        """Pool each bag, as `TableBatchedTTEmbeddingBags.forward` does; `can_serve` must be true.
+
+        With gradients enabled, backward applies the optimizer and counts a step.
+        """
         bag_layout, output_dim = None, module.output_dim
         if batch_sizes is not None:
             bag_layout, output_dim = module.lay_out_bags(offsets, batch_sizes)
@@ -290,7 +298,7 @@ class ShortTTLookup(torch.autograd.Function):
         module: TableBatchedTTEmbeddingBags,
         batch: TTBatch,
     ) -> Tensor:
-        """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
+        """Return `[B, output_dim]`, `[output_dim]` with a `bag_layout`, or `[L, dim]` for NONE."""
         out, *saved_tensors, offsets = calls.look_up(
             module, batch, calls.num_saved_of(batch.indices)
         )
@@ -309,8 +317,8 @@ class ShortTTLookup(torch.autograd.Function):
         batch = TTBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
         scale, overflow, is_finite = scale_of_backward(), None, None
         if scale is not None:
-            grad, is_finite = unscaled_gradient = unscale(grad, scale)
-            overflow = unscaled_gradient.overflow()
+            unscaled = unscale(grad, scale)
+            grad, is_finite, overflow = unscaled.gradient, unscaled.is_finite, unscaled.overflow()
         is_stale = ctx.versions != calls.versions()
         calls.update(grad, batch, lookup_tensors, is_finite, is_stale=is_stale)
         return overflow, None, None, None

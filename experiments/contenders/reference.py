@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from emblib.optim import Hyper
 from emblib.reference import tt
 from experiments.contenders.base import State, Task, join_columns
 from experiments.contenders.tables import optimizer_of
 from experiments.contenders.torch_bag import Prepared, TableByTable
 from experiments.contenders.tt import expect_tt, tt_specs_of_all
 from experiments.workloads.workload import Batch
-
-STEP = 1  # element of `Optimizer.hyperparams` with the number of the step
 
 
 class ReferenceTT(TableByTable):
@@ -54,13 +53,13 @@ class ReferenceTT(TableByTable):
         _, gradient_of_output = prepared
         output = self._lookup(prepared)
         gradients = torch.autograd.grad(output, self.parameters, gradient_of_output)
-        self.hyperparams[STEP] += 1
+        self.hyperparams[Hyper.STEP] += 1
         with torch.no_grad():
             for core, state, gradient in zip(self.parameters, self.states, gradients, strict=True):
                 tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of cores and their state; gathered slices count in peak memory only."""
+        """Return the bytes of cores and states, without gathered slices and dense gradients."""
         return {
             "weights": sum(core.nbytes for core in self.parameters),
             "optimizer_state": sum(state.nbytes for states in self.states for state in states),

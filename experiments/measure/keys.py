@@ -1,6 +1,6 @@
 """Measure a cell of kind keys: operations on hash tables at several loads, timed interleaved.
 
-A cell is a workload and a load (keys ÷ slots). Each arm is a hash table, which is filled and
+A cell is a workload. Each of its arms is a hash table at a load (keys ÷ slots), which is filled and
 checked. Then the operations of all arms are timed in one race; an operation is a phase.
 """
 
@@ -139,7 +139,9 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
         session.note(f"{arm.key}|filling")
         calls.num_resident = fill(table, calls)
         session.note(f"{arm.key}|checking")
-        last_keys = calls.space.key_range(calls.num_resident - calls.num_present, calls.num_present)
+        # At least one, and no more than there are.
+        num_checked = min(max(calls.num_present, 1), calls.num_resident)
+        last_keys = calls.space.key_range(calls.num_resident - num_checked, num_checked)
         verify_key_table(table, calls.space, last_keys)
         table.reset_after_checks()
         return FilledTable(table, calls)
@@ -148,9 +150,10 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
 
 
 def fill(table: KeyTable, calls: KeyCalls) -> int:
-    """Insert keys 0, 1, ... until FULL_SHARE of `table.task.num_resident` keys are present.
+    """Insert the keys numbered 0, 1, ...: first `table.task.num_resident`, then further ones.
 
-    Return the number of inserted keys. Filling a table completely takes more keys than slots,
+    It ends when FULL_SHARE of `num_resident` keys are present. Return the number of inserted keys.
+    Filling a table completely takes more keys than slots,
     because late keys evict earlier ones before the last slot is taken. Some of the evicted keys are
     keys that calls use, which are therefore inserted again. After MAX_FILL_ROUNDS further calls the
     table stays as it is.
@@ -162,11 +165,12 @@ def fill(table: KeyTable, calls: KeyCalls) -> int:
         num_missing = num_required - (table.size() if is_counted else num_inserted)
         if is_counted and num_missing <= (1 - FULL_SHARE) * num_required:
             break
-        keys = calls.space.key_range(num_inserted, min(KEYS_PER_FILL, max(num_missing, 1)))
+        keys = calls.space.key_range(num_inserted, min(KEYS_PER_FILL, num_missing))
         table.fill(keys, values_of(keys, table.task.dim))
         num_inserted += len(keys)
     if num_inserted > num_required:
-        keys_of_calls = calls.space.key_range(num_inserted - calls.num_present, calls.num_present)
+        num_recent = min(calls.num_present, num_inserted)
+        keys_of_calls = calls.space.key_range(num_inserted - num_recent, num_recent)
         table.fill(keys_of_calls, values_of(keys_of_calls, table.task.dim))
     return num_inserted
 
@@ -174,8 +178,9 @@ def fill(table: KeyTable, calls: KeyCalls) -> int:
 def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable | None) -> Record:
     """Return the record of an arm: its outcome, and the size and content of its table.
 
-    Further entries are `load` and `hits`, the share of present keys in a call; and if the table was
-    built, `slots`, `keys_there` (number of keys at the end) and `weights_bytes`.
+    Further entries are `load`, and `hits`, the share of present keys in a call, of a table that was
+    not built the configured one; and of one that was built `slots`, `keys_there` (number of keys at
+    the end) and `weights_bytes`.
     """
     record = make_record(cell, outcome, session) | {
         "load": outcome.arm.load,
@@ -184,7 +189,7 @@ def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable 
     if filled is not None:
         record |= {
             "slots": filled.table.task.slots,
-            "keys_there": int(filled.table.size()),
+            "keys_there": filled.table.size(),
             "hits": filled.calls.hits,
             "weights_bytes": filled.table.nbytes(),
         }

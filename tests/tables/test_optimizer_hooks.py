@@ -112,7 +112,7 @@ def test_global_decay_needs_pooling_and_tables_on_the_device() -> None:
     optimizer = optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1))
     with pytest.raises(ValueError, match="use pooling SUM or MEAN"):
         make(optimizer, pooling=Pooling.NONE)
-    with pytest.raises(ValueError, match="all tables must be on the device"):
+    with pytest.raises(ValueError, match="all tables must have placement device or host"):
         TableBatchedEmbeddingBags([TableSpec(6, 4, "t", Placement.MANAGED)], optimizer)
     with pytest.raises(ValueError, match="none may be cached"):
         TableBatchedEmbeddingBags(

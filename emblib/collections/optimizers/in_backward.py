@@ -90,8 +90,12 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. Sharding replaces the parameters, so a sharded table runs the same optimizer fused. A
-    shared table without one has the optimizer of its `SharedTables`, or else `optimizer`, never the
-    collection's. All other configurations are returned unchanged.
+    shared table without one has the optimizer of its `SharedTables`, else `optimizer`, else
+    `NO_UPDATE`, never the collection's. All other configurations are returned unchanged.
+
+    Args:
+        collection: collection of `emblib`; nothing in it is changed.
+        optimizer: optimizer that sharding gives to tables without one; None for none.
 
     Raises:
         TypeError: tables do not support an optimizer that torch set, or `optimizer` is not of
@@ -195,7 +199,7 @@ def in_backward_optimizer_filter(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters without an optimizer in backward; with `include`, those with one.
 
-    Raises TypeError, at the first parameter, if `include` is not a bool.
+    Raises TypeError, when the iteration begins, if `include` is not a bool.
     """
     check_bool("include", include)
     for name, parameter in named_parameters:
