@@ -17,10 +17,10 @@ constexpr int64_t kKeysAhead = 16;  // keys between the prefetch of counters and
 
 // The arguments of the op, checked; the tensors own the memory.
 struct SketchInputs {
-  const SketchLayout* layout;  // [rows of layout]
+  const SketchLayout* layout;  // [T]
   const int64_t* keys;         // [L]
   const int64_t* key_counts;   // [L], uses of each key
-  const int64_t* tables;       // [L], rows of layout
+  const int64_t* tables;       // [L], the table of each key
   int64_t num_keys;            // L
 
   SketchInputs(const char* op, const Tensor& counters, const Tensor& layout_, const Tensor& keys_,
@@ -92,9 +92,10 @@ void count_keys(const SketchInputs& inputs, C* counters, int64_t* counts) {
       for_each_counter(inputs, counters, i, [&](const C& counter) {
         seen = std::min(seen, static_cast<int64_t>(counter));
       });
-      // The minimum is taken before the sum, which could exceed int64 without it.
-      const uint64_t missing = static_cast<uint64_t>(threshold) - static_cast<uint64_t>(seen);
-      const int64_t added = std::min(inputs.key_counts[i], static_cast<int64_t>(missing));
+      // The minimum is taken before the sum, which could exceed int64 without it. Unsigned numbers
+      // wrap where negative counters or thresholds, which are not checked, would overflow.
+      const uint64_t room = static_cast<uint64_t>(threshold) - static_cast<uint64_t>(seen);
+      const int64_t added = std::min(inputs.key_counts[i], static_cast<int64_t>(room));
       counts[i] = static_cast<int64_t>(static_cast<uint64_t>(seen) + static_cast<uint64_t>(added));
     }
   });

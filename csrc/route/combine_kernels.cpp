@@ -1,7 +1,7 @@
 // `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
 // CombineTable (route/args.h). Rows whose values and dtype do not change are copied as bytes: those
 // of a piece without row numbers (first_row) which, in `combine`, is the only piece of its target.
-// A copy keeps -0.0 and the bits of a NaN; a sum, which the GPU always computes, makes -0.0 to 0.0.
+// A copy keeps -0.0 and the bits of a NaN; a sum, which the GPU always computes, turns -0.0 to 0.
 #include <type_traits>
 
 #include "core/pool_bag.h"

@@ -131,7 +131,7 @@ def clip_blocks(output: Tensor, widths: list[int], rules: list[UpdateRule | None
     """Return `output` `[B, columns]`; backward clamps the gradient of each block of columns.
 
     Block i has `widths[i]` columns and the bound of `rules[i]`; None clamps nothing. `rules` may be
-    []: without any rule this is `output` itself. A bound is times the scale of a GradScaler.
+    []: without any rule this is `output` itself. A GradScaler multiplies the bounds by its scale.
     """
     if not any(rules):
         return output

@@ -40,6 +40,7 @@ from emblib.jagged.keyed_layout import (
     concat_arguments,
     consecutive_blocks,
     dict_arguments,
+    empty_arguments,
     first_position_of_keys,
     implied_stride,
     is_consecutive,
@@ -317,7 +318,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return a batch without features, with the dtypes and the stride of `kjt`.
 
         With a `device`, return its keys and uninitialised tensors of its sizes there, as a target
-        for `copy_`. Raises TypeError if `kjt` is no batch, of TorchRec or of emblib.
+        for `copy_`. Raises TypeError if `kjt` is not a batch of TorchRec or emblib.
         """
         if device is None:
             return empty_batch_like(kjt)
@@ -757,11 +758,17 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     def _map_tensors(self, change: _TensorMap) -> "KeyedJaggedTensor":
         """Return a batch in which `change` has replaced each tensor; known numbers are kept."""
-        tensors = (self._values, self._weights, self._lengths, self._offsets)
-        changed: list[Any] = [None if tensor is None else change(tensor) for tensor in tensors]
-        inverse = None if self._inverse is None else (self._inverse[0], change(self._inverse[1]))
-        layout: Any = (self._stride, inverse, self._stride_per_key_per_rank)
-        batch = KeyedJaggedTensor.from_valid(self._keys, *changed, *layout)
+        weights, lengths, offsets = self._weights, self._lengths, self._offsets
+        batch = KeyedJaggedTensor.from_valid(
+            self._keys,
+            change(self._values),
+            None if weights is None else change(weights),
+            None if lengths is None else change(lengths),
+            None if offsets is None else change(offsets),
+            self._stride,
+            None if self._inverse is None else (self._inverse[0], change(self._inverse[1])),
+            self._stride_per_key_per_rank,
+        )
         batch._index_per_key = self._index_per_key
         batch._length_per_key, batch._offset_per_key = self._length_per_key, self._offset_per_key
         return batch
@@ -794,11 +801,7 @@ def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 def empty_batch_like(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a batch without features, see `KeyedJaggedTensor.empty_like`."""
-    batch = KeyedJaggedTensor.adopt(kjt)
-    tensors = (batch._values, batch._weights, batch.lengths())
-    empty: list[Any] = [None if tensor is None else tensor.new_empty(0) for tensor in tensors]
-    layout: Any = (None, batch._stride, None, [] if batch.variable_stride_per_key() else None)
-    return KeyedJaggedTensor.from_valid([], *empty, *layout)
+    return KeyedJaggedTensor.from_valid(**empty_arguments(KeyedJaggedTensor.adopt(kjt)))
 
 
 # Each is one call in a traced graph, which does not know how many features a batch has.

@@ -256,6 +256,23 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def empty_arguments(batch: Any) -> dict[str, Any]:
+    """Return the arguments of `KeyedJaggedTensor.from_valid` for a batch without features.
+
+    It has the dtypes, the device and the stride of `batch`.
+    """
+    weights = batch.weights_or_none()
+    return {
+        "keys": [],
+        "values": batch.values().new_empty(0),
+        "weights": None if weights is None else weights.new_empty(0),
+        "lengths": batch.lengths().new_empty(0),
+        "offsets": None,
+        "stride": batch.stride(),
+        "strides": [] if batch.variable_stride_per_key() else None,
+    }
+
+
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
     """Join `stride_per_key_per_rank` of batches; a batch of equal strides counts as one rank.
 

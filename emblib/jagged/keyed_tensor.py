@@ -176,7 +176,8 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: no tensor has one of the keys.
-            TypeError: an argument is no list, a group is one string, or a tensor is none.
+            TypeError: an argument is not a list, a group is one string, or an entry of `tensors` is
+                not a keyed tensor.
             ValueError: several tensors have a key of a group, there are no tensors, or they differ
                 in `key_dim`.
         """

@@ -187,7 +187,7 @@ class _GroupTables:
 
         Raises:
             ValueError: the tables cannot adopt an entry, such as `params`.
-            TypeError: an entry that is True or False there has another type.
+            TypeError: an entry that must be a bool has another type.
         """
         if "params" in entries:
             raise ValueError(

@@ -359,7 +359,10 @@ def _files_of(directory: Path, table: str) -> list[str]:
 
 
 def _may_have_earlier_states(directory: Path, table: str) -> bool:
-    """Return whether `t_opt_values` are states of `t`: of `a_emb`, not if there is a table `a`."""
+    """Return whether files `<table>_opt_values` are states of this table, by their earlier name.
+
+    `a_emb_opt_values` are the states of a table `a` if the directory has one.
+    """
     other_table = table.removesuffix("_emb")
     keys = file_name(glob.escape(other_table), "emb_keys", "*", "*")
     return other_table == table or not any(directory.glob(keys))
