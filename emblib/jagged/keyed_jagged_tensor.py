@@ -93,8 +93,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             from the other arguments.
 
     Raises:
-        ValueError: lengths and offsets are missing, sizes do not match, `stride` is negative, or
-            L >= 2^31 with int32.
+        ValueError: lengths and offsets are missing, sizes differ, `stride` < 0, or L >= 2^31 in int32.
         TypeError: values, weights, lengths or offsets are not tensors, lengths, offsets or `stride`
             are not integers, `inverse_indices` are not as above, or there is another argument.
 
@@ -546,8 +545,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
 
-        Reads `length_per_key` from the device if it is not known. Every part has all inverse
-        indices of the batch.
+        Reads an unknown `length_per_key`. Every part has all inverse indices of the batch.
 
         Raises:
             ValueError: segments are negative or do not add up to the number of keys.
