@@ -93,7 +93,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             from the other arguments.
 
     Raises:
-        ValueError: lengths and offsets are missing, sizes differ, `stride` < 0, or L >= 2^31 in int32.
+        ValueError: lengths and offsets are missing, sizes do not match, `stride` is negative, or
+            L >= 2^31 with int32.
         TypeError: values, weights, lengths or offsets are not tensors, lengths, offsets or `stride`
             are not integers, `inverse_indices` are not as above, or there is another argument.
 
@@ -432,8 +433,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return the number of values per feature, as `offset_per_key` reads or assumes it."""
         lengths = self._length_per_key
         if lengths is None:
-            bounds = self.offset_per_key()
-            lengths = [end - start for start, end in pairwise(bounds)]
+            lengths = [end - start for start, end in pairwise(self.offset_per_key())]
             self._length_per_key = lengths
         return lengths
 
