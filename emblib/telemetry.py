@@ -66,7 +66,7 @@ def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]
 
 
 def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
-    """Return the numbers of all tables of a model in the Prometheus text format, version 0.0.4.
+    """Return the numbers of dynamic tables and caches in the Prometheus text format, version 0.0.4.
 
     Metrics are described in docs/operations.md. Serve it as `text/plain; version=0.0.4`.
 
@@ -328,7 +328,7 @@ def append_csv(
         time_s: time in seconds since 1970; None is now.
 
     Raises:
-        OSError: the file cannot be written; then it stays as it was.
+        OSError: the file cannot be written; an existing one then stays as it was.
         TypeError: the value of a label is neither a string nor an int.
         ValueError: the file has other columns; or a label has a name that `prometheus_text` refuses
             or a value with ";".
