@@ -90,11 +90,15 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     metrics: dict[str, _Metric] = {}
     for (path, table), statistics in local_statistics(model).items():
         _add_dynamic_table(metrics, {**labels, "module": path, "table": table}, statistics)
+    path_by_module: dict[nn.Module, str] = {}  # a shared table counts at its first collection
     for path, module in unwrapped(model).named_modules():
-        # The modules of a collection's tables are not among its submodules.
-        inner_modules = module.table_modules() if isinstance(module, TableGroups) else ()
-        for tables in (module, *inner_modules):
-            _add_cache(metrics, {**labels, "module": path}, tables)
+        path_by_module.setdefault(module, path)
+        if isinstance(module, TableGroups):  # whose modules of tables are not submodules
+            shared_modules = [table.module for table in module.shared_slices()]
+            for tables in (*module.table_modules(), *shared_modules):
+                path_by_module.setdefault(tables, path)
+    for module, path in path_by_module.items():
+        _add_cache(metrics, {**labels, "module": path}, module)
     return "".join(line for metric in metrics.values() for line in metric.lines())
 
 
