@@ -71,7 +71,9 @@ def list_gpus() -> list[Slot]:
     allowed_gpus = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if allowed_gpus is None:
         return [Slot(uuid, uuid) for uuid in present_uuids]
-    gpus = [gpu.strip() for gpu in allowed_gpus.split(",") if gpu.strip()]
+    entries = [entry.strip() for entry in allowed_gpus.split(",") if entry.strip()]
+    # CUDA ignores all entries from the first negative index on: -1 hides every GPU.
+    gpus = itertools.takewhile(lambda entry: not entry.startswith("-"), entries)
     return [Slot(_uuid_of_entry(gpu, present_uuids), gpu) for gpu in gpus]
 
 

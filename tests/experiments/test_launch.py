@@ -130,6 +130,8 @@ def test_gpus_are_known_by_uuid_and_split_ones_by_their_parts() -> None:
         ({"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bbbb-2"], ["1"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-bbbb"}, ["GPU-bbbb-2"], ["GPU-bbbb"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, [], []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, [], []),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, ["GPU-bbbb-2"], ["1"]),
         # submitit's local executor hides all GPUs; what the launching process saw counts
         ({"CUDA_VISIBLE_DEVICES": "", "EMBLIB_GPUS": "1"}, ["GPU-bbbb-2"], ["1"]),
     ],
