@@ -214,9 +214,13 @@ def entry_of(name: str) -> Entry:
 
 
 def identity(name: str) -> dict[str, str]:
-    """Return the facts outside this repository that decide which program is measured."""
+    """Return the facts of an entry, and of what it needs, that decide which program is measured.
+
+    The sources in this folder are not among them, see `results.identity.BENCH_SOURCES`.
+    """
     entry = entry_of(name)
-    facts = entry.versions()
+    facts = {**entry.versions(), "class": f"{entry.file.stem}:{entry.class_name}"}
+    facts |= {"new_keys": f"{entry.new_keys:g}"} if entry.new_keys else {}
     if entry.variable and (library := entry.library_path()):
         size, modified_ns = (
             (library.stat().st_size, library.stat().st_mtime_ns) if library.exists() else (0, 0)

@@ -24,7 +24,7 @@ from experiments.paths import ROOT, library_folders
 BENCH_SOURCES = (
     *(f"{package}/*.py" for package in ("workloads", "timing", "contenders", "measure", "quality")),
     *("run/ranks.py", "run/worker.py"),
-    *(f"machine/{name}.py" for name in ("cpu", "memory", "telemetry")),
+    *(f"machine/{name}.py" for name in ("bandwidth", "cpu", "memory", "telemetry")),
 )
 # Keys of `timing` that determine the amount of measuring, not what is measured.
 AMOUNT_KEYS = (

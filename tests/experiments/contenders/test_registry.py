@@ -272,6 +272,20 @@ def test_a_point_is_another_with_another_version_or_another_file(
     assert key() not in {first, edited}
 
 
+@pytest.mark.parametrize(
+    "other", ['mine: {class: "mine:Other", label: "My own"}', entry("new_keys: 0.2")]
+)
+def test_a_point_is_another_with_another_class_or_other_new_keys(folder: Path, other: str) -> None:
+    write(folder, entry())
+    first = registry.identity("mine")
+    write(folder, other)
+    registry._read_entries.cache_clear()
+    assert registry.identity("mine") != first
+    write(folder, entry('label: "Another label"').replace('label: "My own", ', ""))
+    registry._read_entries.cache_clear()
+    assert registry.identity("mine") == first
+
+
 def test_the_extras_have_the_versions_that_are_known_to_work() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
