@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,20 +217,22 @@ def write_info(
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
     """Lock the latest unfinished run of the same configuration, code and machine.
 
-    Return it with its records, so that the new run can continue it; None if there is none.
+    Return it with its records, so that the new run can continue it; None if there is none. Damaged
+    runs are skipped.
     """
     folder = ROOT / start.config.report.folder / start.config.name
     config_text = OmegaConf.to_yaml(OmegaConf.structured(start.config))
     for path in sorted(folder.glob("*/config.yaml"), reverse=True):
         store = RunStore(path.parent)
-        context_id = read_json(store.path, "environment.json").get("context_id")
-        if (
-            read_json(store.path, "run.json").get("status") != "finished"
-            and path.read_text() == config_text
-            and context_id == start.environment["context_id"]
-            and store.claim()
-        ):
-            return store, read_records(store.path)
+        with suppress(ValueError):
+            if (
+                path.read_text() == config_text
+                and read_json(store.path, "run.json").get("status") != "finished"
+                and read_json(store.path, "environment.json").get("context_id")
+                == start.environment["context_id"]
+                and store.claim()
+            ):
+                return store, read_records(store.path)
     return None
 
 

@@ -139,7 +139,8 @@ def read(path: Path) -> Device:
         entry = content.get(key, UNKNOWN)
         if entry == UNKNOWN:
             continue
-        if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
+        is_sourced = isinstance(entry, dict) and bool(entry.get("source"))
+        if not is_sourced or not isinstance(entry.get("value"), int | float):
             raise ValueError(
                 f"{path.name}: {key} must be {{value: .., source: URL}} or unknown, got {entry}"
             )

@@ -126,7 +126,7 @@ class RunStore:
 
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file atomically; return its path."""
-        return self.write(name, json.dumps(value, indent=1, sort_keys=False) + "\n")
+        return self.write(name, json.dumps(value, indent=1) + "\n")
 
     def write_table(self, stem: str, table: pd.DataFrame) -> None:
         """Write a table as CSV, and as parquet if pyarrow is installed."""
@@ -269,6 +269,10 @@ def read_config(path: Path) -> DictConfig:
         config = OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise ValueError(f"{path.name} is damaged ({' '.join(str(error).split())})") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        config = None  # OmegaConf refuses a number or a boolean by an OSError without a number
     if not isinstance(config, DictConfig) or "name" not in config:
         raise ValueError(f"{path.name} is not the configuration of a run: it has no name")
     try:

@@ -378,6 +378,7 @@ def test_every_figure_of_the_hardware_table_has_a_source_and_names_are_of_one_de
         ("kind: gpu\nname: x\nnames: [x]\ntdp_w: 300", "tdp_w must be {value: .., source: URL}"),
         ("kind: gpu\nname: x\nnames: [x]\ntdp_w: {value: 300}", "tdp_w must be"),
         ("kind: gpu\nname: x\nnames: [x]\ntdp_w: {source: a}", "tdp_w must be"),
+        ("kind: gpu\nname: x\nnames: [x]\ntdp_w: {source: a, value: null}", "tdp_w must be"),
         ("kind: gpu\nname: x", "names is missing"),
         ("kind: tpu\nname: x\nnames: [x]", "kind must be gpu or cpu, got tpu"),
         ("kind: gpu\nname: x\nnames: [x]\ntdp: 300", "unknown key 'tdp'"),

@@ -54,6 +54,8 @@ def test_what_was_not_finished_goes_on_unless_somebody_is_at_it(tmp_path: Path) 
     assert found[0].path == path
     assert [record["pair"] for record in found[1]] == [0]
     assert setup.find_unfinished(start(tmp_path, "elsewhere")) is None
+    (path / "run.json").write_text("")  # as after a loss of power
+    assert setup.find_unfinished(start(tmp_path)) is None
     found[0].write_json("run.json", {"status": "finished"})
     del found
     assert setup.find_unfinished(start(tmp_path)) is None

@@ -150,6 +150,7 @@ def test_a_record_that_would_give_wrong_numbers_is_reported_in_one_line(
         ("config.yaml", "name: [", "config.yaml is damaged"),
         ("config.yaml", "[1, 2]", "is not the configuration of a run"),
         ("config.yaml", "{}", "is not the configuration of a run"),
+        ("config.yaml", "5", "is not the configuration of a run"),
         ("run.json", "[]", "run.json is damaged"),
         ("environment.json", "{", "environment.json is damaged"),
     ],
