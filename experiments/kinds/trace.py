@@ -12,11 +12,11 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import pandas as pd
 
-from experiments.config.schema import Config, Mode
+from experiments.config.schema import Config, Mode, require
 from experiments.config.sweep import Cell
 from experiments.kinds import base
 from experiments.results.store import Record
-from experiments.workloads.trace_analysis import SHARES, TableNumbers
+from experiments.workloads.trace_analysis import MIN_BATCHES, SHARES, TableNumbers
 
 POLICIES = ("lru", "offline", "static_top")
 COLUMNS = ("rows", "lookups", "distinct", "batch_distinct_share", "bag_mean", "once")
@@ -56,6 +56,12 @@ class Trace(base.Kind):
         comparability=base.Comparability.NOTHING,
         success="None: all {count} sets of lookups were read.",
     )
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        num_batches = config.cache.warm_batches + config.cache.batches
+        rule = f"cache.warm_batches + cache.batches must be >= {MIN_BATCHES}"
+        require(rule, num_batches, holds=num_batches >= MIN_BATCHES)
 
     def case_cells(self, config: Config) -> list[Cell]:
         """Return the cases with the caches of the run, so that curves can be compared."""

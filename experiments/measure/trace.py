@@ -16,11 +16,9 @@ from experiments.measure.outcome import Outcome, make_record, pool_entries
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.workloads import production, trace_analysis
-from experiments.workloads.trace_analysis import Lookups
+from experiments.workloads.trace_analysis import MIN_BATCHES, Lookups
 from experiments.workloads.trace_files import TraceError
 from experiments.workloads.workload import make_pool, table_rows, table_shapes
-
-MIN_BATCHES = 4  # two halves for the fit, and batches before and after the warm-up of caches
 
 
 def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:

@@ -27,6 +27,7 @@ GRID_POINTS = 11  # values per parameter in a grid search
 GRID_SEARCHES = 9  # searches, each around the best point of the previous search
 GRID_SHRINKAGE = 0.45  # width of a grid ÷ width of the previous grid
 MIN_BLOCKS, MIN_LOOKUPS = 3, 100  # minima for a fit: two blocks would fit many (s, q) alike
+MIN_BATCHES = 4  # of a trace: two halves for the fit, and batches before and after the warm-up
 TINY_MASS = 1e-300  # stands for a probability that underflows, which has no logarithm
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
 ROUNDING = 1e-9  # in lookups; a share × the lookups may exceed a whole number by rounding
@@ -270,7 +271,7 @@ class TableNumbers(TypedDict):
 def analyse_table(
     lookups: Lookups, bag_lengths: Ids, *, name: str, num_rows: int, num_warm_batches: int
 ) -> TableNumbers:
-    """Analyse one table, with the hit rates of a cache for TABLE_CACHE_SHARE of its rows.
+    """Analyse one table, with the hit rates of a cache of TABLE_CACHE_SHARE of the rows looked up.
 
     Args:
         lookups: lookups of the table.

@@ -82,6 +82,11 @@ PROBES = {
     ("+experiment=tbe_vs_torch", "device=cpu", "contenders=[]"): "nothing to measure",
     (OK, "contenders=[tbe,torhc]"): "Did you mean 'torch'?",
     ("+experiment=selftest_aa", "gate.floor_pairs=0"): "gate.floor_pairs must be >= 1, got 0",
+    (
+        "+experiment=trace_analysis",
+        "cache.batches=1",
+        "cache.warm_batches=2",
+    ): "must be >= 4, got 3",
     ("+experiment=gate_power", "gate.trials=-1"): "gate.trials must be >= 0, got -1",
     ("+experiment=gate", "gate.min_effect=0"): "gate.min_effect must be > 0, got 0",
     (OK, "report.headline=criteoo"): "no case 'criteoo'",
