@@ -53,6 +53,7 @@ def load(*run_directories: str | Path) -> pd.DataFrame:
     Raises:
         ValueError: no run is given.
         UsageError: a run is damaged.
+        OSError: there is no config.yaml.
     """
     import pandas as pd
 

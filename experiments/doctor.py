@@ -353,14 +353,14 @@ def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
         yield replace(_flagged(flag, flag.replace("_", " "), "yes"), section=section)
 
 
-def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
-    """Check permissions, and the free disk space of `folder`."""
+def permissions() -> Iterator[CheckResult]:
+    """Check permissions, and the free disk space of the repository."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         yield CheckResult("administrator", "yes")
     else:
         advice = "only an administrator can lock clocks"
         yield CheckResult("administrator", "no", State.note, advice)
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(ROOT).free
     is_low = free_bytes <= LITTLE_SPACE_BYTES
     yield CheckResult(
         "reports",
@@ -368,7 +368,7 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
         State.note if is_low else State.ok,
         "make room, or set report.folder" * is_low,
     )
-    if not os.access(folder, os.W_OK):
+    if not os.access(ROOT, os.W_OK):
         advice = "set report.folder to a folder of yours"
         yield CheckResult("repository", "cannot be written", State.note, advice)
     paranoid = Path("/proc/sys/kernel/perf_event_paranoid")

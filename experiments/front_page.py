@@ -46,13 +46,13 @@ TITLE_OF_WORK = {
 Key = tuple[str, str, str, str, int]  # phase, variant, optimizer, shape, threads
 
 
-def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
+def peer_ratios() -> dict[Key, Summary]:
     """Return FBGEMM's time ÷ emblib's of each measured point of the `cpu_peers` reference.
 
     Ratios are paired by round: a `Summary` has their median and its 95 % interval.
     """
     ratio_by_key = {}
-    for row in _reference_rows(folder, "cpu_peers"):
+    for row in _reference_rows("cpu_peers"):
         if row["peer"] == "fbgemm":
             pairs = zip(row["samples"]["peer"], row["samples"]["emblib"], strict=True)
             key = row["phase"], row["variant"], row["optimizer"], row["case"], row["threads"]
@@ -60,9 +60,10 @@ def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
     return ratio_by_key
 
 
-def _reference_rows(folder: Path, program: str) -> list[dict[str, Any]]:
-    """Return the rows of the stored result of a program of tests.bench."""
-    content: dict[str, Any] = json.loads((folder / program / f"{program}.json").read_text())
+def _reference_rows(program: str) -> list[dict[str, Any]]:
+    """Return the rows of the stored result of a program of tests.bench on DEVICE."""
+    path = REFERENCE / DEVICE / program / f"{program}.json"
+    content: dict[str, Any] = json.loads(path.read_text())
     return list(content["rows"])
 
 
@@ -109,13 +110,13 @@ MATRIX_COLUMNS = {
 }
 
 
-def matrix_rows(folder: Path = REFERENCE / DEVICE) -> list[dict[str, Any]]:
+def matrix_rows() -> list[dict[str, Any]]:
     """Return the rows of the `cpu_matrix` reference, one per point and peer.
 
     Entries: pass, dtype, peer, threads, shape (a text), and ratios: the peer's time ÷ emblib's,
     one per process.
     """
-    return _reference_rows(folder, "cpu_matrix")
+    return _reference_rows("cpu_matrix")
 
 
 def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -231,26 +232,26 @@ def _speed_cell(shapes: Sequence[float]) -> str:
     return median if len(shapes) == 1 else f"{median} ({min(shapes):.2f}–{max(shapes):.2f})"
 
 
-def front_page(readme: str, folder: Path = REFERENCE) -> str:
+def front_page(readme: str) -> str:
     """Return the text of README.md, `readme`, with its table of speed and its sources replaced.
 
     Raises:
         ValueError: `readme` lacks the markers SPEED, or the stored matrix of a GPU is not whole.
     """
-    rows = matrix_rows(folder / DEVICE)
-    block = "\n".join([speed_table(rows, gpu_ratios(folder)), "", *speed_sources(rows, folder)])
+    rows = matrix_rows()
+    block = "\n".join([speed_table(rows, gpu_ratios()), "", *speed_sources(rows)])
     return replace_block(readme, SPEED, block)
 
 
-def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
+def speed_sources(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line per machine of the table of README.md: its measurements and their commits.
 
     Raises:
         ValueError: the stored matrix of a GPU is not whole.
     """
-    lines = [f"- CPU: {matrix_source(rows, folder / DEVICE)}."]
-    calls = gpu_ratios(folder, CALL_TIME)
-    for path in gpu_matrices(folder):
+    lines = [f"- CPU: {matrix_source(rows)}."]
+    calls = gpu_ratios(time=CALL_TIME)
+    for path in gpu_matrices():
         content = json.loads(path.read_text())
         if content["notes"]:
             raise ValueError(f"{path} is not whole: {content['notes'][0]}")
@@ -269,9 +270,9 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
     return lines
 
 
-def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / DEVICE) -> str:
+def matrix_source(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a text about the matrix: shapes, fewest processes of a row, commit, and load."""
-    matrix = StoredEvidence.read(folder / "cpu_matrix")
+    matrix = StoredEvidence.read(REFERENCE / DEVICE / "cpu_matrix")
     shapes = len({row["shape"] for row in rows})
     processes = min(len(row["ratios"]) for row in rows)
     return (
@@ -280,17 +281,17 @@ def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / 
     )
 
 
-def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
+def benchmarks(page: str) -> str:
     """Return the text of docs/benchmarks.md, `page`, with the two tables of this module replaced.
 
     Raises:
         ValueError: `page` lacks the markers PEERS or MATRIX.
     """
-    peers = StoredEvidence.read(folder / "cpu_peers")
+    peers = StoredEvidence.read(REFERENCE / DEVICE / "cpu_peers")
     source = f"- {text.capitalise(peers.age())}; {describe_load(peers.state)}."
-    page = replace_block(page, PEERS, f"{peers_table(peer_ratios(folder))}\n{source}")
-    rows = matrix_rows(folder)
-    source = text.capitalise(f"{matrix_source(rows, folder)}.")
+    page = replace_block(page, PEERS, f"{peers_table(peer_ratios())}\n{source}")
+    rows = matrix_rows()
+    source = text.capitalise(f"{matrix_source(rows)}.")
     return replace_block(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
 
 

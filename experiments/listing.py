@@ -230,4 +230,4 @@ def _table(section: Listing) -> Table:
 
 def _cell(text: str) -> Text:
     style = {"yes": "green", "broken": "red", UNKNOWN: "dim"}.get(text, "")
-    return Text(text, style="yellow" if text.startswith(("not installed", NEEDS_A_GPU)) else style)
+    return Text(text, style="yellow" if text.startswith(("not ", NEEDS_A_GPU)) else style)

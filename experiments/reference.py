@@ -120,7 +120,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     return target
 
 
-def results_block(folder: Path = REFERENCE) -> str:
+def results_block(folder: Path) -> str:
     """Return the Markdown of all references for docs/benchmarks.md: a table or answer of each.
 
     Raises:

@@ -26,7 +26,7 @@ explain() {
     2) echo "the gate was called wrongly" ;;
     3) echo "a regression was found and confirmed" ;;
     4) echo "a point is unsure or too noisy to gate, and gate.strict=true" ;;
-    5) echo "some points failed, or gave wrong results" ;;
+    5) echo "head does not build, or points failed or gave wrong results" ;;
     6) echo "nothing was comparable" ;;
     130) echo "interrupted" ;;
     *) echo "ended by signal or unknown status $1" ;;

@@ -176,8 +176,8 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: no tensor has one of the keys.
-            TypeError: an argument or a group is not iterable, a group is one string, or an entry of
-                `keyed_tensors` is not a keyed tensor.
+            TypeError: an argument is not a list, a group is one string, or an entry of `tensors` is
+                not a keyed tensor.
             ValueError: several tensors have a key of a group, there are no tensors, or they differ
                 in `key_dim`.
         """
@@ -297,8 +297,7 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
 
     Each tensor is split only once, so that backward builds one gradient for it.
     """
-    tensors = _as_list("tensors of regroup", "keyed tensors", tensors)
-    for tensor in tensors:
+    for tensor in _iterable("tensors of regroup", "keyed tensors", tensors):
         convert.require_accessors(tensor, "KeyedTensor", "keys", "length_per_key", "key_dim")
     dims = {tensor.key_dim() for tensor in tensors}
     if len(dims) != 1:
@@ -316,11 +315,10 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
             repeated_keys.update(filter(block_by_key.__contains__, keys))
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
             block_by_key.update(zip(keys, blocks, strict=True))
-    groups = _as_list("groups", "lists of keys", groups)
-    for group in groups:
+    for group in _iterable("groups", "lists of keys", groups):
         if isinstance(group, str):
             raise TypeError(f"a group must be a list of keys, got {group!r}: write [{group!r}]")
-    groups = [_as_list("a group", "keys", group) for group in groups]
+        _iterable("a group", "keys", group)
     try:
         grouped_blocks = [[block_by_key[key] for key in group] for group in groups]
     except KeyError as error:
@@ -332,11 +330,11 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
     return [torch.cat(group or [empty], dim=dim) for group in grouped_blocks]
 
 
-def _as_list(name: str, content: str, argument: Any) -> list[Any]:
-    """Return an argument as a list; raise TypeError unless it is iterable, a list of `content`."""
+def _iterable(name: str, content: str, argument: Any) -> Any:
+    """Return an argument; raise TypeError unless it is iterable, as a list of `content` is."""
     if not isinstance(argument, Iterable):
         raise TypeError(f"{name} must be a list of {content}, got {argument!r}")
-    return list(argument)
+    return argument
 
 
 def regroup_by_name(

@@ -101,7 +101,7 @@ def _with_preset(timing: DictConfig, preset: str) -> DictConfig:
 
 
 def measure_again(
-    entry: Mapping[str, Any], packed: Path, folder: Path, *, tolerance: float, preset: str = ""
+    entry: Mapping[str, Any], packed: Path, folder: Path, *, tolerance: float, preset: str
 ) -> Remeasurement:
     """Measure one run in a new process and compare its claims with the packed ones.
 

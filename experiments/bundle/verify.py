@@ -114,7 +114,7 @@ class Verification:
         description: content of bundle.json.
         num_compared: number of numbers of tables and of claims that were compared.
         problems: contradictions between the bundle and its samples.
-        notes: notes of the bundle, and what could not be verification.
+        notes: notes of the bundle, and what could not be verified.
     """
 
     description: BundleDescription

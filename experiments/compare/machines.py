@@ -274,7 +274,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return a short, unique name of each run's device, with commit or date if several share it."""
+    """Return a short, unique name per run: its device, with commit, date or number if shared."""
     environments = [run.environment for run in runs]
     names = [
         str(

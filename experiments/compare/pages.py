@@ -121,8 +121,8 @@ def answer_sentences(comparison: Comparison) -> list[str]:
     """Return the sentences of the answer: each machine against the first, then the baseline.
 
     They are about the step of the subject at the headline, or of the first contender there if not
-    all machines have the subject. The last sentence, the subject against the baseline per machine,
-    is absent if not all machines have the baseline there.
+    all machines have the subject. The last sentence, that contender against the baseline per
+    machine, is absent if it is the baseline, or if not all machines have the baseline there.
     """
     points, first_machine = comparison.points, comparison.machines[0]
     points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]

@@ -84,7 +84,7 @@ class Fbgemm(OneModule):
 
 
 def check_dims(task: Task) -> None:
-    """Raise Unsupported if the rows of a table are not multiples of COLUMN_MULTIPLE columns."""
+    """Raise Unsupported unless COLUMN_MULTIPLE divides the dimension of every table."""
     refused_dims = sorted({shape.dim for shape in task.shapes if shape.dim % COLUMN_MULTIPLE})
     if refused_dims:
         raise Unsupported(f"FBGEMM needs D divisible by {COLUMN_MULTIPLE}, got {refused_dims[0]}")

@@ -82,7 +82,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def write(path: Path) -> str:
-    """Write the page of a run directory from its stored pairs; return the answer."""
+    """Write the page from noise.json, or from a killed run's pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
     points: NoiseFloor = (read_json(path, "noise.json") or _floor_of_killed(path))["points"]
     failures = {

@@ -113,8 +113,8 @@ def instructions_value(finding: PointFinding, name: str) -> Value:
 EXIT_MEANINGS = {
     rules.EXIT_FINE: "no slowdown was found",
     rules.EXIT_REGRESSION: "a slowdown was found and confirmed",
-    rules.EXIT_UNSURE: "a point is unsure, which gate.strict does not accept",
-    rules.EXIT_FAILED: "a point failed",
+    rules.EXIT_UNSURE: "a point is unsure or too noisy, which gate.strict does not accept",
+    rules.EXIT_FAILED: "head does not build, or a point failed",
     rules.EXIT_NOTHING: "nothing was comparable",
     rules.EXIT_INTERRUPTED: "interrupted",
 }

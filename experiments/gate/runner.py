@@ -86,7 +86,10 @@ def _compare(
 ) -> tuple[Findings, dict[str, Any]]:
     """Build, measure and decide; return the findings, and further entries of gate.json.
 
-    If a revision does not build, or the user interrupts, the findings say so; nothing is raised.
+    If a revision does not build, or the user interrupts, the findings say so.
+
+    Raises:
+        UsageError: `revisions.checkout` raised it.
     """
     facts: dict[str, Any] = {
         "base": base_name,

@@ -25,7 +25,7 @@ class Gate(base.Kind):
     reporting = base.Reporting(special_report="experiments.gate.runner:rebuild")
 
     def check(self, config: Config) -> None:
-        """Raise UsageError for numbers of pairs and trials, or margins, that are out of range."""
+        """Raise UsageError for several modes, or pairs, trials or margins out of range."""
         super().check(config)
         for name in ("max_pairs", "floor_pairs", "trials", "slowed_trials"):
             minimum = 1 if name.endswith("pairs") else 0

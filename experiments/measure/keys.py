@@ -178,9 +178,9 @@ def fill(table: KeyTable, calls: KeyCalls) -> int:
 def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable | None) -> Record:
     """Return the record of an arm: its outcome, and the size and content of its table.
 
-    Further entries are `load`, and `hits`, the share of present keys in a call, of a table that was
-    not built the configured one; and of one that was built `slots`, `keys_there` (number of keys at
-    the end) and `weights_bytes`.
+    Further entries are `load` and `hits`, the share of present keys in a call (the configured one
+    if the table was not built). A table that was built also has `slots`, `keys_there` (number of
+    keys at the end) and `weights_bytes`.
     """
     record = make_record(cell, outcome, session) | {
         "load": outcome.arm.load,

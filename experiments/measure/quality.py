@@ -29,7 +29,7 @@ from experiments.results.store import Record
 SMOKE_SAMPLES = 600  # maximum number of samples in a smoke run
 
 
-def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
+def quality_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return one record per arm: a method with a share of the bytes.
 
     If the samples cannot be read, all arms fail. Replicates differ by the seed of initial values

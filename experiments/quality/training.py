@@ -141,7 +141,7 @@ def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Mo
     """Return an untrained model on the CPU; equal plans lead to equal networks.
 
     `method` is a key of METHODS. `task` must be that of `task_of` for the same data and plan, but
-    may have `trained` too. The function seeds torch's generator.
+    may have `read_trained_rows` too. The function seeds torch's generator.
 
     Raises:
         Unsupported: the method cannot do the task.
@@ -176,7 +176,7 @@ def fit(
 
 
 def _fit_at_rate(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
-    """Train a model until the validation loss rises or the epochs end; return the best epoch."""
+    """Train a model until the validation loss does not fall; return the best epoch."""
     best_model: TrainedModel | None = None
     for epoch in range(plan.epochs):
         model.train()

@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rebuild every report that can be built; return 2 where an argument is not a run."""
+    """Rebuild the report of every undamaged run; return 2 if an argument is not one.
+
+    Raises:
+        UsageError: a JSON file is not that of pytest-benchmark; later arguments are not rebuilt.
+    """
     status = 0
     for path in arguments.runs:
         if path.suffix == ".json":

@@ -469,7 +469,7 @@ def sweep_figures(run: Run) -> list[Figure]:
 def new_key_figures(run: Run) -> list[Figure]:
     """Return the figure of step time against the share of new keys, a panel per swept dimension.
 
-    [] without two shares, or if the baseline inserts keys too.
+    [] without two shares, or if the baseline is one of the hash tables.
     """
     rows = select(run.results_along("D"), phase="step")
     if not len(rows):

@@ -115,9 +115,9 @@ def publications(folder: Path = FOLDER) -> tuple[Publication, ...]:
     return tuple(read_publication(path) for path in sorted(folder.glob("*.yaml")))
 
 
-def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
+def publications_of(name: str) -> list[Publication]:
     """Return the publications whose configuration the experiment `name` runs."""
-    return [source for source in publications(folder) if source.experiment == name]
+    return [source for source in publications() if source.experiment == name]
 
 
 def read_publication(path: Path) -> Publication:
@@ -209,19 +209,17 @@ def count_verdicts(judgements: Sequence[JudgedFigure]) -> dict[Reproduction, int
     }
 
 
-def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
-    """Compare every publication with the runs of its experiment in `folder` and `extra`.
+def judge_references(extra: Sequence[Path] = ()) -> list[JudgedFigure]:
+    """Compare every publication with the runs of its experiment: references, and those of `extra`.
 
-    A publication without a run is judged without our numbers.
-
-    Args:
-        extra: directories of further runs; one without config.yaml is ignored.
-        folder: folder of references, <device>/<experiment>.
+    A publication without a run is judged without our numbers. `extra` are directories of further
+    runs; one without config.yaml is ignored.
 
     Raises:
         UsageError: a run is damaged.
     """
-    paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
+    run_folders = (*runs_in(REFERENCE, "*/*"), *extra)
+    paths = [path for path in run_folders if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
     judgements = []
     for source in publications():

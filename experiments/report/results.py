@@ -125,8 +125,8 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
     """Return (name, value in words) of the entries of a nested dictionary.
 
     A name is `prefix` and the keys from the outermost to the entry's, joined by spaces, with spaces
-    for underscores. Entries that are None or [] are left out. The copy bandwidth has the same name
-    at every level, so that a caller can recognise a second copy of it.
+    for underscores. Bandwidths and matrix products have names of their own, the same at every
+    level, so that a caller can recognise a second copy. None and [] are left out.
     """
     entries: list[tuple[str, str]] = []
     for key, value in tree.items():

@@ -287,7 +287,7 @@ class RaceResult:
     noise: dict[str, list[float]] = field(default_factory=dict)
     num_exposed: int = 0
 
-    def is_precise(self, target: float, seconds: float = 0.0) -> bool:
+    def is_precise(self, target: float, seconds: float) -> bool:
         """Return whether every phase has `seconds` of samples and a precision of `target`.
 
         The precision is the half-width of the median's 95 % interval ÷ the median; smaller is

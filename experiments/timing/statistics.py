@@ -153,7 +153,7 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
     common = sorted(arm.keys() & base.keys())
     if not common:
         raise ValueError("the arms have no round in common, so there is nothing to pair")
-    return statistics.median(math.log(arm[replicate] / base[replicate]) for replicate in common)
+    return statistics.median(math.log(arm[number] / base[number]) for number in common)
 
 
 @dataclass(frozen=True)

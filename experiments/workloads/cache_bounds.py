@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
 # Subgradient step k of `max_lookup_hits` has the length FIRST_STEP / (1 + k / DECAY_STEPS) × bound
 # ÷ norm. The bound is valid with any values; how tight it is with others was not measured.
-FIRST_STEP, DECAY_STEPS = 0.05, 20
+FIRST_STEP, DECAY_STEPS, NUM_STEPS = 0.05, 20, 400
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def hits_per_batch(trace: RowTrace, is_hit: Bools) -> BatchHits:
 
 
 def offline_hits(trace: RowTrace, capacity: int) -> BatchHits:
-    """Return the hits of Belady's MIN: no cache of `capacity` rows serves more accesses.
+    """Return the hits of Belady's MIN: no cache that begins empty serves more accesses.
 
     After each batch the cache keeps, of its rows and the batch's, those that are looked up again
     soonest. If several rows recur in the same batch, it prefers those with more lookups there: that
@@ -171,19 +171,19 @@ def static_top_hits(trace: RowTrace, capacity: int) -> BatchHits:
     return hits_per_batch(trace, is_row_cached[trace.rows] & ~is_first_access)
 
 
-def max_lookup_hits(trace: RowTrace, capacity: int, num_steps: int = 400) -> float:
+def max_lookup_hits(trace: RowTrace, capacity: int) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
     An access hits if the cache has had its row since the previous access to it. So a policy is a
     choice of intervals between accesses, at most `capacity` of them at a time; the best choice
     solves a linear program. Its dual problem has a price per batch for a row of the cache. Any
-    prices bound the optimum from above; `num_steps` subgradient steps look for a low bound.
+    prices bound the optimum from above; up to NUM_STEPS subgradient steps look for a low bound.
     """
     begin, end, gain, num_rows = _cacheable_intervals(trace)
     num_batches = len(trace.batch_starts) - 1 - trace.num_warm_batches
     price = np.zeros(num_batches)
     lowest_bound = float((gain * num_rows).sum())
-    for step_index in range(num_steps):
+    for step_index in range(NUM_STEPS):
         cumulative_price = np.concatenate([[0.0], np.cumsum(price)])
         profit = gain - (cumulative_price[end] - cumulative_price[begin])
         cached_rows = num_rows * (profit > 0)

@@ -53,7 +53,7 @@ def resolve(workload: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     """Return a workload completed by the tables of its trace file.
 
     Set are sha256, columns, sizes (0: unknown), T, E (the largest size) and L (the mean number of
-    ids per bag of the first LENGTH_SAMPLES samples, rounded, at least 1).
+    ids per bag of the first samples, up to LENGTH_SAMPLES of them, rounded, at least 1).
 
     Args:
         workload: workload with distribution=trace.
