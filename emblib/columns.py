@@ -1,8 +1,8 @@
 """The columns of the tensors that Python and csrc share.
 
-Each class here has a counterpart in a header of csrc with the same names and numbers: an enum, or a
-struct whose members are the columns. The counterpart says more of each column. A change needs both;
-tests/test_columns.py compares them and has the table of their names.
+Each enum here has a counterpart in a header of csrc with the same names and numbers: an enum, or a
+struct whose members are the columns, which often says more. A change needs both; tests/
+test_columns.py compares them and has the table of their names.
 """
 
 from enum import IntEnum
@@ -13,7 +13,7 @@ class Hyper(IntEnum):
     """Entries of `hyper`; the hyperparameters of one optimizer only start at `OPTIMIZER_ARGS`."""
 
     LEARNING_RATE = 0
-    STEP = 1  # number of the current step, from 1
+    STEP = 1  # steps so far; during an update, the number of its step, from 1
     L2 = 2  # coupled penalty: g += l2 * w
     DECAY = 3  # decoupled decay: w *= 1 - lr * decay
     SEED = 4  # seed of stochastic rounding; negative rounds to nearest

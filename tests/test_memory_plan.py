@@ -393,6 +393,17 @@ class Model(nn.Module):
         )
 
 
+def test_the_tables_of_a_model_get_the_optimizer_that_is_given() -> None:
+    config = tables(100_000)[0]
+    for given in (None, optim.SGD(lr=0.1)):
+        model = nn.Sequential(EmbeddingBagCollection([config], optimizer=given))
+        of_model = plan_memory(model, 4 << 20, optimizer=ADAGRAD)
+        of_list = plan_memory([config], 4 << 20, optimizer=ADAGRAD)
+        assert [c.nbytes for c in of_model.choices] == [c.nbytes for c in of_list.choices]
+        assert of_model.plain_nbytes == of_list.plain_nbytes
+        assert "give plan_memory the optimizer" not in str(of_model)
+
+
 def test_importances_of_any_size_give_the_weighted_mean_of_losses() -> None:
     configs = tables(1000, 10)
     expected = plan_memory(configs, 20_000).loss

@@ -25,9 +25,12 @@ from emblib import (
     DynamicSpec,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     HostRows,
     KeyedJaggedTensor,
     Placement,
+    SharedTables,
     TableBatchedEmbeddingBags,
     TableSpec,
     TTCache,
@@ -228,6 +231,20 @@ def test_paths_are_the_same_over_ranks() -> None:
     texts.append(telemetry.prometheus_text(sharded))
     assert texts[0] == texts[1]
     assert 'module="bags",table="user"' in texts[0]
+
+
+def test_the_cache_of_a_shared_table_counts_once_at_its_first_collection() -> None:
+    item = EmbeddingConfig(64, 4, "item", storage=Dense(placement=Placement.MANAGED_CACHING))
+    shared = SharedTables([item], optimizer=optim.SGD(0.1))
+    readers = [EmbeddingCollection([shared.unpooled("item", ["x"])], shared=shared) for _ in "ab"]
+    model = nn.ModuleDict(dict(zip("ab", readers, strict=True)))
+    batch = KeyedJaggedTensor(["x"], torch.tensor([3, 4]), lengths=torch.tensor([2]))
+    for bags in readers:
+        bags(batch)
+    families = parse(telemetry.prometheus_text(model))
+    (sample,) = families["emblib_cache_lookups_total"].samples
+    assert sample.labels == (("module", "a.groups"), ("table", "item"))
+    assert sample.value == 4
 
 
 def test_a_model_without_tables_has_no_metrics() -> None:

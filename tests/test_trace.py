@@ -439,6 +439,15 @@ def test_equal_lengths_take_no_room(tmp_path: Path) -> None:
     assert len(emblib.LookupTrace.load(tmp_path / "a.pt").lengths[0]) == 50_000
 
 
+def test_a_part_of_a_trace_is_saved_alone(tmp_path: Path) -> None:
+    ids, lengths = torch.arange(100_000), torch.arange(100_000) % 3
+    features = (emblib.TracedFeature("seen", "item"),)
+    part = emblib.LookupTrace(features, (ids[:4],), (lengths[1:5],))
+    copied = emblib.LookupTrace(features, (ids[:4].clone(),), (lengths[1:5].clone(),))
+    assert part.save(tmp_path / "a.pt") == copied.save(tmp_path / "b.pt")
+    assert bags(emblib.LookupTrace.load(tmp_path / "a.pt")) == [[0], [1, 2], [], [3]]
+
+
 def test_what_cannot_be_recorded_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one model"):
         emblib.TraceRecorder()

@@ -542,20 +542,22 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _duplicates(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return {table name: {path: collection}} for each name with several unshared tables."""
+    """Return {table name: {path: collection}} for each name with several tables of equal sizes."""
     check_module("model", model)
-    collections_by_key: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
+    readers_by_key: dict[tuple[str, int, int], dict[int, dict[str, Any]]] = {}
     for path, submodule in model.named_modules():
         handles: Any = getattr(submodule, "handles", None)
         for config in getattr(submodule, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
                 key = (config.name, config.num_embeddings, config.embedding_dim)
                 table = _identity_of_table(submodule, handles(), config.name)
-                collections_by_key.setdefault(key, {}).setdefault(id(table), (path, submodule))
+                readers = readers_by_key.setdefault(key, {}).setdefault(id(table), {})
+                readers[path] = submodule
     duplicates: dict[str, dict[str, Any]] = {}
-    for (name, _, _), collections_by_table in collections_by_key.items():
-        if len(collections_by_table) > 1:
-            duplicates.setdefault(name, {}).update(collections_by_table.values())
+    for (name, _, _), readers_by_table in readers_by_key.items():
+        if len(readers_by_table) > 1:
+            for readers in readers_by_table.values():
+                duplicates.setdefault(name, {}).update(readers)
     return duplicates
 
 
@@ -570,8 +572,8 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     """Replace separate tables of one name in several collections by one shared table.
 
     Use it for models with separate tables, as TorchRec's have. Rows, optimizer state and parameter
-    of the first collection, in the order of the model, are kept. Call it before the model is
-    sharded or trained.
+    of the first collection, in the order of the model, are kept. If some of the collections share a
+    table already, the others read that one. Call it before the model is sharded or trained.
 
     Args:
         model: model whose collections are changed in place.
@@ -614,8 +616,9 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     for collection, _ in tables_by_collection.values():
         collection.check_replaceable()
     for name, table in shared_tables.items():
-        first_collection = next(iter(duplicates[name].values()))
-        table.adopt(first_collection.handles()[name])
+        first_handle = next(iter(duplicates[name].values())).handles()[name]
+        if first_handle is not table.handle:
+            table.adopt(first_handle)
     for collection, tables in tables_by_collection.values():
         collection.read_shared(tables)
     return {name: list(duplicates[name]) for name in shared_names}
@@ -642,31 +645,38 @@ def _check_same_table(first: TableConfig, second: TableConfig, first_path: str, 
 
 
 def _make_shared_table(name: str, collections_by_path: Mapping[str, Any]) -> SharedTable:
-    """Construct the shared table for all tables of a name; the caller copies the rows."""
+    """Return the table that all tables of a name become: one that is shared already, or a new one.
+
+    The caller copies the rows of the first collection into it.
+    """
     table: SharedTable | None = None
+    configs: dict[str, TableConfig] = {}
     for path, collection in collections_by_path.items():
         if not callable(getattr(collection, "read_shared", None)):
             raise TypeError(
                 f"the collection {path!r} with table {name!r} is sharded: call share_tables before "
                 "the model is sharded"
             )
-        config = next(config for config in collection.configs if config.name == name)
-        config = replace(config, optimizer=config.optimizer or collection.optimizer)
-        if table is None:
-            first_path, first_collection = path, collection
-            table = SharedTable(
-                TableSlice.whole(config), collection.device, collection.groups.seeds
-            )
-            continue
-        _check_same_table(table.config, config, first_path, path)
-        module = collection.handles()[name].module
-        num_steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
-        if num_steps and not _are_equal(
-            first_collection.handles()[name].weight, collection.handles()[name].weight
-        ):
+        if name in collection.shared_tables():
+            shared_table = collection.shared_tables()[name]
+            configs[path], table = shared_table.config, table or shared_table
+        else:
+            config = next(config for config in collection.configs if config.name == name)
+            optimizer = config.optimizer or collection.optimizer
+            configs[path] = replace(config, optimizer=optimizer)
+    first_path, first_collection = next(iter(collections_by_path.items()))
+    first_handle = first_collection.handles()[name]
+    for path, collection in collections_by_path.items():
+        _check_same_table(configs[first_path], configs[path], first_path, path)
+        handle = collection.handles()[name]
+        num_steps = 0 if collection.device.type == "meta" else getattr(handle.module, "step", 0)
+        if num_steps and not _are_equal(first_handle.weight, handle.weight):
             raise ValueError(
                 f"table {name!r} of the collection {path!r} has made {num_steps} steps, which "
                 "would be lost: share tables before training; or load one state dict into all first"
             )
-    assert table is not None
-    return table
+    return table or SharedTable(
+        TableSlice.whole(configs[first_path]),
+        first_collection.device,
+        first_collection.groups.seeds,
+    )

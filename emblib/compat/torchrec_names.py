@@ -60,8 +60,9 @@ MODULES = {
     "fx": "Tracer symbolic_trace",
     "fx.tracer": "Tracer is_fx_tracing symbolic_trace",
     "inference": "",
-    "inference.modules": "PredictFactory PredictModule quantize_embeddings "
-    "quantize_inference_model shard_quant_model",
+    "inference.modules": "PredictFactory PredictModule assign_weights_to_tbe "
+    "get_table_to_weights_from_tbe quantize_embeddings quantize_inference_model "
+    "shard_quant_model",
     "inference.state_dict_transform": "state_dict_gather state_dict_to_device",
     "distributed": "Awaitable DistributedModelParallel EvalPipelineSparseDist ModuleSharder "
     "NoWait ParameterSharding PrefetchTrainPipelineSparseDist ShardedModule ShardedTensor "
@@ -184,11 +185,13 @@ DIFFERS = {
     "PredictModule": "no metadata of Torch packages",
     "quantize_inference_model": "`quantization_mapping` raises: `quantize_embeddings` has "
     "`additional_mapping`",
+    "get_table_to_weights_from_tbe": "rows with their scales in one tensor",
+    "assign_weights_to_tbe": "all tables of the model; not needed after `shard_quant_model`",
     "shard_quant_model": "whole tables on devices, rows are kept; works on CPUs without a flag",
     "ShardedQuantEmbeddingBagCollection": "whole tables on devices; over processes by rows as well",
     "ShardedQuantEmbeddingCollection": "as `ShardedQuantEmbeddingBagCollection`",
     "QuantEmbeddingBagCollectionSharder": "as `ShardedQuantEmbeddingBagCollection`; "
-    "`fused_params` raises",
+    "`fused_params` of memory and state dicts have no effect, others raise in `shard`",
     "QuantEmbeddingCollectionSharder": "as `QuantEmbeddingBagCollectionSharder`",
     "state_dict_gather": "all ranks get the whole tensors",
     "intra_and_cross_node_pg": "makes new groups at each call; `backend` raises",

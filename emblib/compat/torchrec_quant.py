@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from emblib import BoundsCheck, sharding
 from emblib import collections as emblib_collections
-from emblib import sharding
 from emblib.compat import torchrec_script
 from emblib.compat.checks import check_flags, check_names
+from emblib.compat.fbgemm_types import BoundsCheckMode, as_member
 from emblib.compat.torchrec_dist_data import rank_device
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,
@@ -57,9 +58,11 @@ _USE_STATE_DICT = (
 def _refuse(name: str, value: object, reason: str = _USE_STATE_DICT) -> None:
     """Raise ValueError if `value` is set; `reason` says what to use instead."""
     if value:
-        raise ValueError(f"{name} must be left out: {reason}")
+        names = f" {value}" if isinstance(value, list) else ""
+        raise ValueError(f"{name}{names} must be left out: {reason}")
 
 
+_PRUNED_ROWS = "__emb_name_to_num_rows_post_pruning"  # attribute that set_pruning_data sets
 _IGNORED_OPTIONS = (  # options of FBGEMM's memory
     "register_tbes",
     "quant_state_dict_split_scale_bias",
@@ -73,6 +76,34 @@ def _supported_options(options: dict[str, Any]) -> dict[str, Any]:
     unsupported = "table_name_to_quantized_weights"
     _refuse(unsupported, options.pop(unsupported, None))
     return {option: value for option, value in options.items() if option not in _IGNORED_OPTIONS}
+
+
+# `fused_params` without an effect here: they lay out FBGEMM's tables in memory and in state dicts
+# (torchrec.distributed.fused_params), or have the output dtype, which is that of the collection.
+_IGNORED_FUSED_PARAMS = (
+    "__register_lengths_to_offsets_lookup",
+    "__register_quant_state_dict_split_scale_bias",
+    "__register_tbe_row_alignment",
+    "__register_tbes_in_named_modules",
+    "output_dtype",
+)
+_BOUNDS_CHECK_MODE = "__register_tbe_bounds_check_mode"
+
+
+def _check_fused_params(fused_params: Mapping[str, Any] | None, module: Any) -> None:
+    """Raise ValueError for `fused_params` that would change the lookups of a collection.
+
+    The mode of bounds checks may be any but FATAL: ids are always checked.
+    """
+    others = dict(fused_params or {})
+    mode = others.pop(_BOUNDS_CHECK_MODE, None)
+    is_fatal = mode is not None and as_member(BoundsCheckMode, mode).name.endswith("FATAL")
+    if is_fatal and module.bounds_check is not BoundsCheck.FATAL:
+        raise ValueError(
+            f"fused_params[{_BOUNDS_CHECK_MODE!r}] cannot make invalid ids raise: make the "
+            "collection that is quantised with bounds_check=BoundsCheck.FATAL"
+        )
+    _refuse("fused_params", sorted(others.keys() - set(_IGNORED_FUSED_PARAMS)))
 
 
 class _Quantised:
@@ -103,7 +134,8 @@ class _Quantised:
             use_precomputed_fake_quant: ignored.
 
         Raises:
-            ValueError: the collection has no `qconfig`, or rows cannot have its dtype.
+            ValueError: the collection has no `qconfig`, rows cannot have its dtype, or TorchRec's
+                `set_pruning_data` was called.
         """
         qconfig = getattr(module, "qconfig", None)
         if qconfig is None:
@@ -112,12 +144,18 @@ class _Quantised:
                 "or call quantize_dynamic with a qconfig_spec that has its class"
             )
         dtype_of_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
+        _refuse(
+            "set_pruning_data",
+            getattr(module, _PRUNED_ROWS, None),
+            "rows cannot be cut off: quantise a collection whose tables have fewer rows",
+        )
         weight_dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
         configs = [
             _with_data_type(config, dtype_of_table.get(config.name, weight_dtype))
             for config in module.configs
         ]
         options = {cls._option_name: getattr(module, cls._option_name)()}
+        options["bounds_check"] = module.bounds_check
         quantised_class: Any = cls
         quantised = without_initial_values(quantised_class)(
             configs, device=module.device, output_dtype=output_dtype, **options
@@ -134,6 +172,7 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
         is_weighted: whether batches have weights.
         device: device of the tables; None is torch's default device.
         output_dtype: dtype of the pooled output.
+        bounds_check: reaction to invalid ids, see `BoundsCheck`.
         options: options of FBGEMM's memory, which are ignored; `table_name_to_quantized_weights`
             raises ValueError.
     """
@@ -146,9 +185,17 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         output_dtype: torch.dtype = torch.float,
+        *,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
         **options: Any,
     ) -> None:
-        super().__init__(tables, device, is_weighted=is_weighted, **_supported_options(options))
+        super().__init__(
+            tables,
+            device,
+            is_weighted=is_weighted,
+            bounds_check=bounds_check,
+            **_supported_options(options),
+        )
         self._prepare_for_inference(output_dtype)
 
 
@@ -167,9 +214,17 @@ class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollectio
         device: torch.device | str | None = None,
         need_indices: bool = False,
         output_dtype: torch.dtype = torch.float,
+        *,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
         **options: Any,
     ) -> None:
-        super().__init__(tables, device, need_indices=need_indices, **_supported_options(options))
+        super().__init__(
+            tables,
+            device,
+            need_indices=need_indices,
+            bounds_check=bounds_check,
+            **_supported_options(options),
+        )
         self._prepare_for_inference(output_dtype)
 
 
@@ -201,17 +256,18 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
 class _ShardedOverDevices(Subscripted, nn.Module):
     """Base of quantised collections over the devices of one process, which have whole tables.
 
-    A *part*, of `parts`, is an unsharded collection of the tables on one device.
+    Rows are copied; those of a collection on `meta` have initial values. A *part*, of `parts`, is
+    an unsharded collection of the tables on one device.
 
     Args:
         module: the quantised collection.
         table_name_to_parameter_sharding: sharding of each table, `table_wise(device number)`.
         env: result of `ShardingEnv.from_local(world_size, rank)`.
-        fused_params: argument that must be None or empty.
+        fused_params: options of FBGEMM's tables, see `_QuantSharder`.
         device: device of the results, whose type the other devices have; None is that of `module`.
 
     Raises:
-        ValueError: a table is not on one device, or `fused_params` are passed.
+        ValueError: a table is not on one device, or `fused_params` would change the lookups.
     """
 
     is_leaf_of_traces: ClassVar[bool] = True
@@ -221,11 +277,11 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         module: Any,
         table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
         env: ShardingEnv,
-        fused_params: None = None,
+        fused_params: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _refuse("fused_params", fused_params)
+        _check_fused_params(fused_params, module)
         device = module.device if device is None else torch.device(device)
         self._device, self.configs = device, module.configs
         self._plan = dict(table_name_to_parameter_sharding)
@@ -253,6 +309,8 @@ class _ShardedOverDevices(Subscripted, nn.Module):
         configs = [
             config for config in self.configs if device_of_table[config.name] == device_number
         ]
+        if module.device.type == "meta":
+            return self._make_collection(module, configs, device)
         part = without_initial_values(self._make_collection)(module, configs, device)
         part.copy_rows(module)
         return part
@@ -307,7 +365,9 @@ class ShardedQuantEmbeddingBagCollection(_ShardedOverDevices):
 
     def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
         is_weighted, dtype = module.is_weighted(), module.groups.output_dtype
-        return QuantEmbeddingBagCollection(configs, is_weighted, device, dtype)
+        return QuantEmbeddingBagCollection(
+            configs, is_weighted, device, dtype, bounds_check=module.bounds_check
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows, as the unsharded collection does."""
@@ -332,7 +392,9 @@ class ShardedQuantEmbeddingCollection(_ShardedOverDevices):
 
     def _make_collection(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
         need_indices, dtype = module.need_indices(), module.groups.output_dtype
-        return QuantEmbeddingCollection(configs, device, need_indices, dtype)
+        return QuantEmbeddingCollection(
+            configs, device, need_indices, dtype, bounds_check=module.bounds_check
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector per id, by feature, as the unsharded collection does."""
@@ -351,7 +413,8 @@ class _QuantSharder(Subscripted):
     """Base of sharders of quantised collections.
 
     Args:
-        fused_params: argument that must be None or empty; otherwise ValueError is raised.
+        fused_params: options of FBGEMM's tables. Those of their memory and of state dicts have no
+            effect; `shard` raises for others.
         shardable_params: names of the tables for `shardable_parameters`; None is all.
     """
 
@@ -360,9 +423,11 @@ class _QuantSharder(Subscripted):
     _class_over_ranks: ClassVar[Any]
 
     def __init__(
-        self, fused_params: None = None, shardable_params: Sequence[str] | None = None
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        shardable_params: Sequence[str] | None = None,
     ) -> None:
-        _refuse("fused_params", fused_params)
+        self.fused_params = None if fused_params is None else dict(fused_params)
         self._shardable_names = None
         if shardable_params is not None:
             self._shardable_names = set(check_names("shardable_params", shardable_params))
@@ -395,8 +460,10 @@ class _QuantSharder(Subscripted):
             module_fqn: ignored.
 
         Raises:
-            ValueError: the environment cannot have the sharding of a table.
+            ValueError: the environment cannot have the sharding of a table, or `fused_params` would
+                change the lookups.
         """
+        _check_fused_params(self.fused_params, module)
         if env.is_local:
             over_devices: nn.Module = self._class_over_devices(module, params, env, None, device)
             return over_devices
@@ -483,6 +550,44 @@ def _quantised_collections(module: nn.Module) -> dict[str, Any]:
         for path, submodule in module.named_modules()
         if isinstance(submodule, quantised_classes)
     }
+
+
+def _stored_rows(model: nn.Module) -> dict[str, Tensor]:
+    """Return the rows of each table in the quantised collections of a model, by name."""
+    return {
+        name: next(iter(handle.views().values()))
+        for collection in _quantised_collections(model).values()
+        for name, handle in collection.handles().items()
+    }
+
+
+def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, None]]:
+    """Return (rows as they are stored, None) of each table of a quantised model, by name."""
+    return {name: (rows, None) for name, rows in _stored_rows(model).items()}
+
+
+def assign_weights_to_tbe(
+    model: nn.Module, table_to_weight: Mapping[str, tuple[Tensor, None]]
+) -> None:
+    """Copy rows from `get_table_to_weights_from_tbe` into the tables of a quantised model.
+
+    Raises:
+        ValueError: the model has other tables, or rows have another shape or dtype.
+    """
+    rows_by_table = _stored_rows(model)
+    if rows_by_table.keys() != table_to_weight.keys():
+        raise ValueError(
+            f"table_to_weight must have the tables {sorted(rows_by_table)} of the model, got "
+            f"{sorted(table_to_weight)}: get_table_to_weights_from_tbe returns them"
+        )
+    for name, rows in rows_by_table.items():
+        values = table_to_weight[name][0]
+        if values.shape != rows.shape or values.dtype != rows.dtype:
+            raise ValueError(
+                f"table {name}: rows are {rows.dtype} {tuple(rows.shape)}, got {values.dtype} "
+                f"{tuple(values.shape)}: take them from a model with equal tables and dtypes"
+            )
+        rows.copy_(values)
 
 
 # Models

@@ -93,7 +93,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             from the other arguments.
 
     Raises:
-        ValueError: lengths and offsets are missing, sizes do not match, or L >= 2^31 with int32.
+        ValueError: lengths and offsets are missing, sizes do not match, `stride` is negative, or
+            L >= 2^31 with int32.
         TypeError: values, weights, lengths or offsets are not tensors, lengths, offsets or `stride`
             are not integers, `inverse_indices` are not as above, or there is another argument.
 
@@ -179,12 +180,13 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         if length_per_key is not None:
             self._length_per_key = checked_lengths(length_per_key, self._keys, values.size(0))
             self._offset_per_key = block_offsets(self._length_per_key)
+        is_checked = stride is None or isinstance(stride, torch.SymInt)
+        if not (is_checked or (type(stride) is int and stride >= 0)):
+            stride = check_count("stride", stride, minimum=0)
         if stride_per_key_per_rank is None:
             num_keys = len(self._keys)
             if stride is None:
                 stride = num_bags // num_keys if num_keys else 0
-            elif type(stride) is not int and not isinstance(stride, torch.SymInt):
-                stride = check_count("stride", stride, minimum=0)
             if stride * num_keys != num_bags:
                 refuse_stride(stride, num_keys, num_bags)
             self._stride = stride
@@ -431,8 +433,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Return the number of values per feature, as `offset_per_key` reads or assumes it."""
         lengths = self._length_per_key
         if lengths is None:
-            bounds = self.offset_per_key()
-            lengths = [end - start for start, end in pairwise(bounds)]
+            lengths = [end - start for start, end in pairwise(self.offset_per_key())]
             self._length_per_key = lengths
         return lengths
 
@@ -544,8 +545,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
 
-        Reads `length_per_key` from the device if it is not known. Every part has all inverse
-        indices of the batch.
+        Reads an unknown `length_per_key`. Every part has all inverse indices of the batch.
 
         Raises:
             ValueError: segments are negative or do not add up to the number of keys.
@@ -623,6 +623,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             None if strides is None else [strides[i] for i in order],
         )
         selected._length_per_key = [sizes[i] for i in order]
+        selected._offset_per_key = block_offsets(selected._length_per_key)
         return selected
 
     def _view(self, order: Sequence[int]) -> _Tensors:

@@ -61,7 +61,7 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
     """Return `keys` as a new list.
 
     Raises:
-        TypeError: `keys` is one string, or not a sequence.
+        TypeError: `keys` is one string, or not iterable.
     """
     if isinstance(keys, str):
         raise TypeError(f"keys must be a list of names, got {keys!r}: write [{keys!r}]")

@@ -176,8 +176,8 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: no tensor has one of the keys.
-            TypeError: an argument is not a list, a group is one string, or an entry of `tensors` is
-                not a keyed tensor.
+            TypeError: an argument or a group is not iterable, a group is one string, or an entry of
+                `keyed_tensors` is not a keyed tensor.
             ValueError: several tensors have a key of a group, there are no tensors, or they differ
                 in `key_dim`.
         """
@@ -297,7 +297,8 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
 
     Each tensor is split only once, so that backward builds one gradient for it.
     """
-    for tensor in _iterable("tensors of regroup", "keyed tensors", tensors):
+    tensors = _as_list("tensors of regroup", "keyed tensors", tensors)
+    for tensor in tensors:
         convert.require_accessors(tensor, "KeyedTensor", "keys", "length_per_key", "key_dim")
     dims = {tensor.key_dim() for tensor in tensors}
     if len(dims) != 1:
@@ -315,10 +316,11 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
             repeated_keys.update(filter(block_by_key.__contains__, keys))
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
             block_by_key.update(zip(keys, blocks, strict=True))
-    for group in _iterable("groups", "lists of keys", groups):
+    groups = _as_list("groups", "lists of keys", groups)
+    for group in groups:
         if isinstance(group, str):
             raise TypeError(f"a group must be a list of keys, got {group!r}: write [{group!r}]")
-        _iterable("a group", "keys", group)
+    groups = [_as_list("a group", "keys", group) for group in groups]
     try:
         grouped_blocks = [[block_by_key[key] for key in group] for group in groups]
     except KeyError as error:
@@ -330,11 +332,11 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
     return [torch.cat(group or [empty], dim=dim) for group in grouped_blocks]
 
 
-def _iterable(name: str, content: str, argument: Any) -> Any:
-    """Return an argument; raise TypeError unless it is iterable, as a list of `content` is."""
+def _as_list(name: str, content: str, argument: Any) -> list[Any]:
+    """Return an argument as a list; raise TypeError unless it is iterable, a list of `content`."""
     if not isinstance(argument, Iterable):
         raise TypeError(f"{name} must be a list of {content}, got {argument!r}")
-    return argument
+    return list(argument)
 
 
 def regroup_by_name(

@@ -89,7 +89,7 @@ def drop_padding(
         values[positions],
         None if weights is None else weights[positions],
         offsets=_remaining_offsets(is_valid, batch.offsets()),
-        stride=None if has_variable_stride else batch.stride(),
+        stride=batch.stride(),
         stride_per_key_per_rank=batch.stride_per_key_per_rank() if has_variable_stride else None,
         inverse_indices=batch.inverse_indices_or_none(),
     )

@@ -136,7 +136,7 @@ class MemoryPlan:
         choices: one choice per table, in the order of the tables.
         budget: maximum bytes of device memory.
         assumptions: assumptions of the plan, one sentence each.
-        backing: memory for tables behind caches; None if the plan puts no table there.
+        backing: the `backing` of `plan_memory`: memory for tables behind caches, or None.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
@@ -255,8 +255,8 @@ def plan_memory(
         trace: recorded lookups; their tables are found by name, or by `path.name` as
             `TraceRecorder` calls them. Ids of tables without traced lookups are assumed to be
             Zipf-distributed; None: of all tables.
-        optimizer: optimizer of configurations that have none; None if an optimizer of torch trains
-            them. It is ignored if `tables` is a model.
+        optimizer: optimizer of tables whose configuration has none. None is that of their
+            collection; for others, an optimizer of torch is assumed to train them.
         serving: 8 or 4: the budget is for serving, with this many bits per value of stored rows;
             methods that compute rows keep their dtype. None: the budget is for training.
         methods: names of the methods to choose from, besides tables as they are: any of `METHODS`,

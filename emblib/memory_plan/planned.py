@@ -41,7 +41,8 @@ def planned_tables(
 
     Args:
         tables: a model, or configurations.
-        optimizer: optimizer of tables whose configuration has none, if `tables` is a list.
+        optimizer: optimizer of tables whose configuration has none; None is that of their
+            collection, or none for a list.
 
     Raises:
         TypeError: `tables` is neither a model nor a list of configurations.
@@ -73,7 +74,7 @@ def planned_tables(
                 "bytes of these"
             )
         all_tables = [
-            ConfiguredTable(path, config, config.optimizer or collection.optimizer)
+            ConfiguredTable(path, config, config.optimizer or optimizer or collection.optimizer)
             for path, collection in collections.items()
             for config in trained_configs(collection)
         ]

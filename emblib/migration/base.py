@@ -160,7 +160,8 @@ class Trained:
 def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
     """Return the optimizer that makes the same updates in backward, and a note on differences.
 
-    The optimizer is None if emblib does not have it; the note is "" without differences.
+    The optimizer is None if there is none, or with a weight decay or `maximize`; the note is ""
+    without differences.
     """
     group, optimizer_class = trained.group, type(trained.optimizer)
     if group.get("maximize") or group.get("weight_decay"):
@@ -271,8 +272,8 @@ class TorchWeight:
         """Return the bytes that the weight takes in training, after the first step.
 
         States with another number of entries than one per element or row do not count. Before the
-        first step, states are known only of optimizers that allocate them when they are constructed
-        and of those in `_STATES_PER_WEIGHT`.
+        first step, only states are known that an optimizer allocates when it is constructed, and
+        those of `_STATES_PER_WEIGHT` and `_OPTIONAL_STATES`.
         """
         weight, trained = self.weight, self.trained
         gradient = 0 if self.sparse or not weight.requires_grad else weight.nbytes

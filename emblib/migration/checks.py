@@ -100,7 +100,7 @@ class MigrationCost:
         before: bytes of the old modules in training.
         after: bytes of the new modules in training.
         speeds: times per module, measured on recorded lookups.
-        machine: processor, threads and device of the measurement.
+        machine: architecture, threads and device of the measurement.
     """
 
     before: TrainingMemory
@@ -146,7 +146,7 @@ class _Copies:
         return self.replaced.call(self.modules[name]["table"], bags)
 
     def step(self, name: str, bags: Sequence[Bags]) -> Tensor:
-        """Make a training step of the copy `name`, with random gradients; return its output."""
+        """Make a training step of the copy `name`, always with one gradient; return its output."""
         for optimizer in self.optimizers[name]:
             optimizer.zero_grad()
         output = self.replaced.call(self.modules[name]["table"], bags)
@@ -253,6 +253,6 @@ def _full_batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> li
 
 
 def describe_machine(device: torch.device) -> str:
-    """Return processor, number of threads and device of a measurement as text."""
+    """Return architecture, number of threads and device of a measurement as text."""
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return f"{torch.cuda.get_device_name(device)}, {cpu}" if device.type == "cuda" else cpu

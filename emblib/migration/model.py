@@ -1,7 +1,7 @@
 """`migrate`: swap the embeddings of a model for tables of emblib, in place.
 
-First `migrate` decides on each module: *fused*, if backward can make exactly the updates that were
-made before; *parameter replaced*, if the optimizer of torch stays and gets another parameter with
+First `migrate` decides on each module: *fused*, if backward can make the updates that were made
+before; *parameter replaced*, if the optimizer of torch stays and gets another parameter with
 the same values and states; or *left*, with the reason. Nothing is changed until all decisions are
 made, and all rows and states are copied. Then it swaps each module for one that takes the same
 calls, and changes the groups of the optimizer.
@@ -296,8 +296,9 @@ def migrate(
     unsharded collections of TorchRec become modules with the same rows that take the same calls. If
     their optimizer has a counterpart that makes the same updates, backward applies it, the states
     move into the table, and the weight leaves the optimizer's groups. These have one: optimizers
-    fused into FBGEMM's modules; and, without weight decay and `maximize`, SparseAdam, SGD without
-    momentum, and Adagrad and TorchRec's RowWiseAdagrad without `lr_decay`. Any other optimizer
+    fused into FBGEMM's modules; and, without weight decay and `maximize`, SparseAdam (but for the
+    place of eps), SGD without momentum, and Adagrad and TorchRec's RowWiseAdagrad without
+    `lr_decay`. Any other optimizer
     trains the new parameter as it trained the old one; a module is left if torch applies such an
     optimizer in backward and `tables` is None.
 

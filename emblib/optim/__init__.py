@@ -1,6 +1,6 @@
 """Optimizers that run fused into the backward pass, as frozen descriptions.
 
-Each dataclass but `External` names a functor of `csrc/optim`, lists its states, and packs its
+Each optimizer but `External` names a functor of `csrc/optim`, lists its states, and packs its
 numbers into the hyperparameters that the kernels read (`Hyper`). These are the learning rate, the
 step, the rates of L2 penalty and decoupled decay, the seed of stochastic rounding, then the
 optimizer's parameters in the order of the functor. States start at zero, in hash tables at

@@ -241,8 +241,8 @@ class GlobalDecay:
         """Return the decay factors of rows that were last updated at step `prev_iter`, `[n]`.
 
         A factor is `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, with `previous`
-        decoded from `prev_iter` (`decode_steps`). It is 1 for rows never updated and for steps
-        before `start`, and has the dtype of `prev_iter`. `step` is the step of the coming update.
+        decoded from `prev_iter` (`decode_steps`). It is 1 for rows not updated since `start` and
+        for steps before it, and has the dtype of `prev_iter`. `step` is that of the coming update.
         Steps after `LAST_STEP`, which `prev_iter` cannot encode, are not counted as missed, nor are
         they in the update. The host does not wait for the device.
         """
@@ -498,7 +498,7 @@ def ensemble_(
 def count_largest_(
     optimizer: RowwiseAdagrad, step: int, hyper: Tensor, counters: Sequence[Tensor]
 ) -> None:
-    """Write the largest row count plus 1 to `hyper` if `step` divides by `Counter.update_every`.
+    """Write the largest row count plus 1 to `hyper` if `step` is a multiple of `update_every`.
 
     `hyper` are the hyperparameters, float64, see `emblib.columns.Hyper`; `counters` are the states
     `row_counter`, `[rows]` each. Without a `Counter` this does nothing.

@@ -68,8 +68,9 @@ class AdagradW:
     """Decoupled decay of `RowwiseAdagrad(counter=Counter())` that makes up for missed steps.
 
     A row that is seen again after n steps is decayed n times; steps before `Counter.start` do not
-    count. With `Counter(halflife=-1)` the step size is multiplied by the square root of the count.
-    With `halflife=-2` the learning rate is `min(lr * count, bound)`.
+    count. The decay of the n - 1 missed steps scales the step size too. With `Counter(halflife=-1)`
+    the step size is multiplied by the square root of the count. With `halflife=-2` the learning
+    rate is `min(lr * count, bound)`.
 
     Example:
         >>> counter = emblib.optim.Counter()

@@ -200,7 +200,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
     If a submodule has any tensor on the meta device, directly or in a parameter list or dict, all
     these tensors of the submodule are allocated on `device`. Other submodules do not change.
-    A collection on the meta device is moved with all of its tables.
+    A collection on the meta device is allocated with all of its tables.
 
     Raises:
         RuntimeError: a submodule on the meta device has no `reset_parameters`. Submodules before it

@@ -137,7 +137,7 @@ def _mode_of(requests: Sequence[InputRequest]) -> int:
 
 
 def _id_nbytes(outgoing: _Outgoing) -> int:
-    """Return the number of bytes to send; a weight has the size of an id."""
+    """Return the number of bytes to send; a weight counts as much as an id."""
     num_ids = sum(outgoing.batch.num_ids)
     elements_per_id = 1 + (outgoing.batch.weights is not None)
     count_nbytes = (

@@ -76,7 +76,7 @@ class DistributedModelParallel(nn.Module):
             has no effect on modules on other devices.
 
     Raises:
-        TypeError: see `shard`.
+        TypeError: see `shard`; or `init_parameters` is not a bool, or `planner` not a planner.
         ValueError: see `shard`; or `wrap` is another value; or, over several ranks, backward
             updates parameters that the plan does not shard.
         RuntimeError: see `shard`; or a dense module on the meta device has no `reset_parameters`,

@@ -49,11 +49,11 @@ class ShardingPlan:
 
     Args:
         modules: {path of a collection: {table: sharding}}, which is copied.
-        world: the world that the plan is for, a `World` or its two numbers.
+        world: the world that the plan is for, a `World` or a `RankGroup`.
 
     Raises:
-        TypeError: `modules` is not such a mapping, e.g. because a table has a rule; or `world` is
-            not two ints.
+        TypeError: `modules` is not such a mapping, e.g. because a table has a rule; or `world` has
+            no ints `size` and `local_size`.
         ValueError: `world` has a number below 1.
 
     Example:
@@ -202,8 +202,8 @@ def plan_from_configs(
     Raises:
         ValueError: a table has no rule, a rule has no table, shards do not fit their table, a
             storage cannot be sharded, or `world` has a number below 1.
-        TypeError: an entry of `rules` is not a rule, `rules` is not a mapping, or `world` is not
-            two ints.
+        TypeError: an entry of `rules` is not a rule, or a rule returned no sharding; `rules` is not
+            a mapping; or `world` has no ints `size` and `local_size`.
     """
     world = _check_world(world)
     if not isinstance(rules, Mapping):

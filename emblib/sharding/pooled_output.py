@@ -509,7 +509,7 @@ class _PooledStep(OutputStep):
         num_sent = flat.numel() - descriptors.replicated_numel
         sent_gradients, replica_grads = flat[:num_sent], flat[num_sent:]
         if self.sink_shape is None and descriptors.replicated_numel and self._scale != 1.0:
-            replica_grads /= self._scale  # DistributedDataParallel averages these instead
+            replica_grads /= self._scale  # averaged with the dense part instead
         if self.node_sums is not None:
             num_direct = sum(self._received_sizes)
             self.node_sums.store_gradients(sent_gradients[num_direct:])

@@ -2,7 +2,7 @@
 
 Each rank looks up its own batch, and equal updates keep the replicas equal. With a fused optimizer
 every rank makes the update of all batches, for which it gets the ids and gradients of all ranks
-(`GradientSink`). Without one `DistributedDataParallel` averages the gradients.
+(`GradientSink`). Without one the gradients are averaged like those of the dense part.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class ReplicatedTables(LayoutBuffers):
     With a fused optimizer (`is_synchronised`), every rank gets the ids of all ranks in forward.
     Backward gathers the gradients of all ranks, and every rank makes the same update with the
     batches of all ranks. Without a fused optimizer, each rank has the gradient of its own batch in
-    ordinary parameters, which `DistributedDataParallel` averages.
+    ordinary parameters, which is averaged like that of the dense part.
 
     Args:
         layout: layout of the collection; if `is_synchronised` one of `send_ids_to_replicas`.
@@ -95,9 +95,9 @@ class ReplicatedTables(LayoutBuffers):
     def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of `shape` whose backward updates the tables with its gradient.
 
-        Its gradient must be that of the rows of all ranks, in the order of `received`: unit by
-        unit, for each unit rank by rank. Its values are zeros without memory, on the device of the
-        ranks. Only for `is_synchronised`.
+        Its gradient must be that of the rows of all ranks, in the order in which
+        `ShardedTables.look_up_rows` returns rows. Its values are zeros without memory, on the
+        device of the ranks. Only for `is_synchronised`.
         """
         bag_counts = received.bag_counts[len(received.bag_counts) - len(self._units) :]
         first_bag = received.offsets.numel() - 1 - sum(map(sum, bag_counts))

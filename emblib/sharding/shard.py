@@ -66,8 +66,7 @@ def construct_module_plan(
     Raises:
         ValueError: a table has no rule, a rule has no table, shards do not fit their table, a
             storage cannot be sharded, or `world` has a number below 1.
-        TypeError: `collection` is not a collection, an entry of `rules` is not a rule, `rules` is
-            not a mapping, or `world` is not two ints.
+        TypeError: `collection` is not a collection; or see `plan_from_configs`.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])

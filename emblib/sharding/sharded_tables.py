@@ -332,7 +332,7 @@ class ShardedTables(nn.Module):
         self.replicated = None
         if replicas is not None:
             broadcast_replicas(replicas, ranks)
-            is_synchronised = _is_fused(replicas) and ranks.size > 1
+            is_synchronised = _is_fused(replicas)
             if is_synchronised:
                 layout = send_ids_to_replicas(layout)
             self.replicated = ReplicatedTables(
@@ -586,7 +586,7 @@ class ShardedTables(nn.Module):
     def check_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Check the ids and lengths of a batch, before any are sent; return a batch to use.
 
-        If this rank looks up the whole batch by itself, its kernels check the lengths instead.
+        If one module of this rank looks up the whole batch, its kernels check the lengths instead.
 
         Raises:
             TypeError, ValueError, RuntimeError: see `check_ids` and `checked_batch`.

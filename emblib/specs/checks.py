@@ -71,7 +71,7 @@ def check_table_name(name: object) -> None:
 
 
 def check_sequence(name: str, value: Any, example: str) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; raise TypeError, with the example, for anything else."""
+    """Return an iterable other than text as a tuple; raise TypeError, with the example, else."""
     is_text = isinstance(value, str | bytes)
     if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence, e.g. {example}, got {value!r}")

@@ -328,7 +328,7 @@ class FusedTables(nn.Module):
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
-            TypeError: the optimizer has no such field.
+            TypeError: the optimizer has no such field, or a field has a value of another type.
             ValueError: a field cannot have its value, or the value would make it another kind of
                 optimizer.
         """

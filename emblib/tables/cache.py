@@ -272,9 +272,9 @@ class _LastWork:
 class PrefetchingCache:
     """The cache of a module and its batches in flight, in the order they were prefetched.
 
-    `lock` is the module's lock. `prefetch`, `look_up`, `flush` and `reset` enter it; callers of the
-    other methods that move, find or release rows hold it. No method makes the host wait for a GPU.
-    `tiers` is the memory of the tables and, as its last tier, of the cache.
+    `lock` is the module's lock. `prefetch`, `look_up`, `flush`, `forget_prefetched` and `reset`
+    enter it; callers of the other methods that move, find or release rows hold it. No method makes
+    the host wait for a GPU. `tiers` is the memory of the tables, then that of the cache.
     """
 
     def __init__(

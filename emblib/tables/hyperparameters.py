@@ -75,7 +75,7 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
     """Return a copy of an optimizer with some fields changed, by their names in `emblib.optim`.
 
     Raises:
-        TypeError: the optimizer has no such field.
+        TypeError: the optimizer has no such field, or a field has a value of another type.
         ValueError: a field cannot have its value, or the changes would make another kind of
             optimizer: with other states or kernels, or with another `deferred`.
     """

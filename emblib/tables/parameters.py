@@ -704,8 +704,8 @@ def version_of(tensor: Tensor) -> int:
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does.
 
-    `fn` is called for one int64 on torch's default device, and the host waits for the result. False
-    for a result on meta, or of another dtype: a cast keeps values, rounded.
+    `fn` is called for one int64 on the CPU, and the host waits for the result. False for a result
+    on meta, or of another dtype: a cast keeps values, rounded.
     """
     # A value that uninitialised memory does not have.
     probe = torch.tensor([time.monotonic_ns()], device="cpu")

@@ -139,7 +139,7 @@ class _TableLocation(NamedTuple):
 
 
 class QuantizedEmbeddingBags(nn.Module):
-    """Looks up F features in T quantised tables at once and pools them into `[B, sum D]`.
+    """Look up F features in T quantised tables at once, and pool them into `[B, sum D]`.
 
     A row of integers is a scale and an offset in float16 and D numbers, side by side in memory;
     value = scale * number + offset. A value is off by up to half a scale, about the difference

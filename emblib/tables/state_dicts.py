@@ -43,8 +43,8 @@ def refuse_invalid(
     If an entry of the module or of a descendant is invalid, messages are appended to `errors`.
     Torch loads the descendants next, from the same `state_dict`, so their entries are removed from
     it, with those of the module. A descendant that checks its entries gets a mark instead, for
-    which this function returns True; another gets its present values, so that loading changes
-    nothing.
+    which this function returns True; one that loads as torch does gets its present values, so that
+    loading changes nothing.
 
     Non-empty `known_problems` are reported instead, and the entries are not checked.
     """
@@ -175,7 +175,7 @@ def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iter
 def key_problem(keys: Any, num_rows: int, size: int | None = None) -> str:
     """Return why `keys` are not distinct ids below `num_rows` (or -1 for none); "" if they are.
 
-    They must be int64 `[size]`, of any length if `size` is None.
+    They must be integers `[size]`, of any length if `size` is None.
     """
     problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64, device="cpu"), (size,))
     if problem:

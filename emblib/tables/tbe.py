@@ -50,7 +50,7 @@ from emblib.tables.short_calls import CachedCalls, ShortCalls
 
 
 class TableBatchedEmbeddingBags(FusedTables):
-    """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
+    """Look up F features in T tables at once, and pool them into one `[B, sum D]` output.
 
     With a fused optimizer, backward groups the lookups by row and applies `optimizer` once to every
     distinct row of the batch, without storing a gradient of the weights. Every forward then has its
@@ -247,7 +247,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         Raises:
             TypeError: indices, offsets or weights are not tensors, or `batch_sizes` are not ints.
             RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
-                invalid, in mode FATAL; there are weights without pooling; or the batch is, with
+                invalid, see `BoundsCheck`; there are weights without pooling; or the batch is, with
                 gradients, not the next prefetched one, or was written to since its prefetch.
             ValueError: `batch_sizes` do not fit.
         """

@@ -95,7 +95,7 @@ def _without_assign(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 class TableBatchedTTEmbeddingBags(FusedTables):
-    """Looks up F features in T tensor-train tables at once and pools them into `[B, sum D]`.
+    """Look up F features in T tensor-train tables at once, and pool them into `[B, sum D]`.
 
     Tables may differ in rows, dim, ranks, factors and number of cores. Every distinct row of the
     batch is computed once from the 2 to 4 small cores of its table; the CPU divides a large batch
@@ -384,9 +384,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         Raises:
             TypeError: indices, offsets or weights are not tensors, or `batch_sizes` are not ints.
-            RuntimeError: a dtype, a device or the number of offsets is wrong; an index or offset is
-                invalid, in mode FATAL; there are weights without pooling; or only some cores of a
-                table are frozen.
+            RuntimeError: as for `TableBatchedEmbeddingBags`, or only some cores of a table are
+                frozen.
             ValueError: `batch_sizes` do not fit.
         """
         cores = self._all_cores()

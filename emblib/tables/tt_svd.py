@@ -66,7 +66,7 @@ def decompose(
 
     Args:
         weight: `[rows, dim]`, of any floating dtype.
-        spec: factors of rows and dim, by default as `TTSpec` chooses them for 3 cores.
+        spec: factors of rows and dim; None is as `TTSpec` chooses them (without `ranks`, 3 cores).
         ranks: the inner ranks, one per cut between two cores, each at least 1; ranks that the
             cores cannot use are lowered.
         error: relative error that all cuts together may cause, an equal share each, for which the

@@ -84,9 +84,9 @@ class LookupTrace:
             "format": FORMAT,
             "version": VERSION,
             "features": features,
-            "ids": list(self.ids),
-            "lengths": [stored_length.values for stored_length in stored_lengths],
-            "samples": [stored_length.num_samples for stored_length in stored_lengths],
+            "ids": list(map(_without_rest, self.ids)),
+            "lengths": [_without_rest(lengths.values) for lengths in stored_lengths],
+            "samples": [lengths.num_samples for lengths in stored_lengths],
         }
         with saving(path) as file:  # given a path, torch would put its name into the bytes
             save_archive(content, file)
@@ -174,11 +174,16 @@ class _StoredLengths(NamedTuple):
     def from_lengths(cls, lengths: Tensor) -> _StoredLengths:
         """Store lengths, `[samples]`."""
         are_equal = lengths.numel() > 0 and bool((lengths == lengths[0]).all())
-        return cls(lengths[:1].clone() if are_equal else lengths, lengths.numel())
+        return cls(lengths[:1] if are_equal else lengths, lengths.numel())
 
     def expand(self) -> Tensor:
         """Return the lengths, `[samples]`."""
         return self.values.expand(self.num_samples) if self.values.numel() == 1 else self.values
+
+
+def _without_rest(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has no other values, which `torch.save` would write too."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def sha256(path: str | Path) -> str:

@@ -262,6 +262,9 @@ def test_applied_in_backward_to_one_table() -> None:
         apply_optimizer_in_backward(optim.SGD(0.5), nn.Linear(2, 2).parameters())
     with pytest.raises(TypeError, match="are for a class, got the optimizer SGD"):
         apply_optimizer_in_backward(optim.SGD(0.5), [handles["b"].weight], {"lr": 0.1})
+    parameters = list(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="optimizer must be a class"):
+        apply_optimizer_in_backward(torch.optim.SGD(parameters, 0.1), parameters)
     with pytest.raises(KeyError, match="there are no tables"):
         collection.set_optimizers({"c": optim.SGD(0.5)})
     with pytest.raises(TypeError, match="optimizers must be a dict"):

@@ -560,6 +560,28 @@ def test_duplicates_become_one_table(storage: Any) -> None:
         assert torch.equal(value, made.state_dict()[name])
 
 
+@pytest.mark.parametrize("order", ["shared, shared, own", "own, shared, shared"])
+def test_a_table_that_some_collections_share_becomes_that_of_all(order: str) -> None:
+    item = emblib.EmbeddingBagConfig(ROWS, DIM, "item", ["sums"])
+    shared = emblib.SharedTables([item], optimizer=optim.SGD(0.1))
+    readers = [
+        emblib.EmbeddingBagCollection([shared.pooled("item", ["sums"])], shared=shared)
+        if kind == "shared"
+        else emblib.EmbeddingBagCollection([item], optimizer=optim.SGD(0.1))
+        for kind in order.split(", ")
+    ]
+    rows, model = readers[0].embedding_bags["item"].weight.detach().clone(), nn.ModuleList(readers)
+    assert emblib.duplicate_tables(model) == {"item": ["0", "1", "2"]}
+    assert emblib.share_tables(model) == {"item": ["0", "1", "2"]}
+    assert emblib.duplicate_tables(model) == {}
+    late = emblib.EmbeddingBagCollection([shared.pooled("item", ["sums"])], shared=shared)
+    batch = KeyedJaggedTensor(["sums"], torch.tensor([3]), lengths=torch.tensor([1]))
+    for bags in (*readers, late):
+        assert torch.equal(bags(batch).values(), rows[3:4])
+        bags(batch).values().sum().backward()
+        rows[3] -= 0.1
+
+
 def test_a_train_with_a_cache_is_copied_where_another_table_is_shared() -> None:
     train = emblib.storage.TensorTrain((4, 4), cache=emblib.TTCache(20, every=1_000))
     item = emblib.EmbeddingBagConfig(ROWS, DIM, "item", ["a"])

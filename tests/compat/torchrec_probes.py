@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from emblib import BoundsCheck
+
 Probe = Callable[[Any], None]
 PROBES: dict[tuple[str, ...], Probe] = {}
 
@@ -399,6 +401,9 @@ def quantised(rec: Any) -> None:
         assert 0 < error < 0.01
     with pytest.raises(ValueError, match="has no qconfig"):
         rec.QuantEmbeddingBagCollection.from_float(bags(rec))
+    source.__dict__["__emb_name_to_num_rows_post_pruning"] = {"a": 2}  # of set_pruning_data
+    with pytest.raises(ValueError, match=r"set_pruning_data must be left out: .* fewer rows"):
+        kind.from_float(source)
 
 
 @probe("quantize_embeddings quantize_inference_model")
@@ -449,6 +454,9 @@ def sharded_inference(rec: Any) -> None:
             assert torch.equal(after.values(), before.values())
         assert made[0].copy(torch.device("cpu")) is made[0]
         assert sum(len(tables) for tables in made[0].tbes_configs().values()) == 3
+    unmade = rec.EmbeddingBagCollection([config(rec, "a")], device=torch.device("meta"))
+    made, _ = rec.shard_quant_model(rec.quantize_inference_model(nn.Sequential(unmade)), 1, "cpu")
+    assert made[0](batch(rec, "a")).values().isfinite().all()
     rule = rec.ParameterConstraints(sharding_types=["row_wise"])
     with pytest.raises(ValueError, match="whole tables"):
         rec.shard_quant_model(model, 2, "cpu", constraints={"a": rule})
@@ -473,8 +481,38 @@ def quantised_sharders(rec: Any) -> None:
         out = made(batch(rec))
         assert sorted(out.keys()) == ["a", "b"]
         assert "quant" in sharder.compute_kernels("table_wise", "cpu")
-    with pytest.raises(ValueError, match="fused_params must be left out"):
-        rec.QuantEmbeddingBagCollectionSharder(fused_params={"x": 1})
+    env = rec.ShardingEnv.from_local(1, 0)
+    quantised = rec.quantize_embeddings(bags(rec), torch.int8, inplace=False)
+    memory = {"__register_tbes_in_named_modules": True, "__register_tbe_bounds_check_mode": 3}
+    sharder = rec.QuantEmbeddingBagCollectionSharder(fused_params=memory)
+    made = sharder.shard(quantised, plan(rec, quantised), env)
+    assert torch.equal(made(batch(rec)).values(), quantised(batch(rec)).values())
+    for fused_params, text in (
+        ({"x": 1}, r"fused_params \['x'\] must be left out"),
+        ({"__register_tbe_bounds_check_mode": 0}, "bounds_check=BoundsCheck.FATAL"),
+    ):
+        sharder = rec.QuantEmbeddingBagCollectionSharder(fused_params=fused_params)
+        with pytest.raises(ValueError, match=text):
+            sharder.shard(quantised, plan(rec, quantised), env)
+    raising = rec.EmbeddingBagCollection([config(rec, "a")], bounds_check=BoundsCheck.FATAL)
+    quantised = rec.quantize_embeddings(raising, torch.int8, inplace=False)
+    made = sharder.shard(quantised, plan(rec, quantised), rec.ShardingEnv.from_local(1, 0))
+    with pytest.raises(RuntimeError, match="indices of feature 'a'"):
+        made(rec.KeyedJaggedTensor(["a"], torch.tensor([99]), lengths=torch.tensor([1])))
+
+
+@probe("get_table_to_weights_from_tbe assign_weights_to_tbe")
+def rows_of_quantised_tables(rec: Any) -> None:
+    source, target = (rec.quantize_inference_model(nn.Sequential(bags(rec))) for _ in range(2))
+    target, _ = rec.shard_quant_model(target, 2, "cpu")
+    expected = source(batch(rec)).values()
+    assert not torch.equal(target(batch(rec)).values(), expected)
+    rows = rec.get_table_to_weights_from_tbe(source)
+    rec.assign_weights_to_tbe(target, rows)
+    assert torch.equal(target(batch(rec)).values(), expected)
+    for wrong in ({"a": rows["a"]}, {**rows, "a": (rows["a"][0][:1], None)}):
+        with pytest.raises(ValueError, match=r"get_table_to_weights_from_tbe|equal tables"):
+            rec.assign_weights_to_tbe(target, wrong)
 
 
 @probe("Tracer symbolic_trace is_fx_tracing")

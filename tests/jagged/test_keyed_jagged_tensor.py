@@ -325,6 +325,15 @@ def test_empty_ones() -> None:
             lambda: KeyedJaggedTensor(["a"], *[torch.ones(1).long()] * 3, stride=1.0),
             "stride must be an int, got 1.0",
         ),
+        (
+            lambda: KeyedJaggedTensor(
+                ["a"],
+                *[torch.ones(1).long(), None, torch.ones(1).long()],
+                stride="1",
+                stride_per_key_per_rank=[[1]],
+            ),
+            "stride must be an int, got '1'",
+        ),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused(make: Any, message: str) -> None:
@@ -385,6 +394,8 @@ def test_wrong_structure_is_refused() -> None:
     for wrong in ([[1, 2]], [[1, 2], [0]], [[1], [1]], [[4], [-1]]):
         with pytest.raises(ValueError, match="stride_per_key_per_rank must"):
             KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride_per_key_per_rank=wrong)
+    with pytest.raises(ValueError, match="stride must be >= 0, got -1"):
+        KeyedJaggedTensor([], values[:0], lengths=lengths[:0], stride=-1)
 
 
 def test_wrong_use_is_refused() -> None:
@@ -456,6 +467,15 @@ def test_known_lengths_are_not_read() -> None:
     assert batch.length_per_key() == [3, 3]
     assert batch.offset_per_key() == [0, 3, 6]
     assert batch.permute([1, 0]).keys() == ["b", "a"]
+
+
+def test_selections_know_the_offsets_of_their_keys() -> None:
+    batch = made(EXAMPLE).sync()
+    for selected in (batch.permute([1, 0]), *batch.split([1, 1])):
+        with mock.patch.object(KeyedJaggedTensor, "_read_bounds") as read:
+            offsets = selected.offset_per_key()
+        read.assert_not_called()
+        assert offsets == selected._read_bounds()
 
 
 @pytest.mark.parametrize("known", [[3], [3, 2], [3, 3, 0]])

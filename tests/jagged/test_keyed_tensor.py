@@ -74,6 +74,9 @@ def test_regroup(groups: list[list[str]]) -> None:
     module = KTRegroupAsDict(groups, names)(tensors)
     assert list(module) == names
     assert all(map(torch.equal, module.values(), found))
+    iterators: Any = iter(tensors), (iter(group) for group in groups)
+    assert all(map(torch.equal, KeyedTensor.regroup(*iterators), found))
+    assert len(KeyedTensor.regroup(tensors, iter(groups))) == len(groups)
 
 
 def test_regroup_is_differentiable() -> None:

@@ -79,6 +79,8 @@ def test_a_batch_of_unequal_strides_keeps_them() -> None:
     assert dropped.stride_per_key() == [3, 1]
     assert dropped.lengths().tolist() == [1, 0, 0, 2]
     assert dropped.inverse_indices()[0] == ["a", "b"]
+    strides: Any = {"stride": 7, "stride_per_key_per_rank": [[3], [1]]}
+    assert drop_padding(keyed(lengths=torch.tensor([2, 0, 1, 3]), **strides), 0).stride() == 7
 
 
 def test_a_collection_over_dropped_batches_means_over_what_is_left() -> None:

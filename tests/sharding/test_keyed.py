@@ -1,7 +1,11 @@
 """Rows by key from the shards of ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from emblib.dynamic import keys as routing
 from emblib.sharding.checkpoints import keyed
@@ -37,3 +41,32 @@ def test_a_shard_of_another_rank_is_refused() -> None:
     keys = KeyedRows((2,), shards, {0: torch.zeros(1, dtype=torch.int64)}, ranks, torch.int64)
     with pytest.raises(ValueError, match=r"t\.keys .* this rank has number 1: load it with"):
         keyed.entries_of_shard({"keys": keys}, 1, 2, "t")
+
+
+def rows_of_keys(keys: torch.Tensor) -> dict[str, KeyedRows]:
+    """Return the rows of a table with one shard."""
+    return keyed.make_keyed_rows({0: {"keys": keys}}, [0], RankGroup.single())
+
+
+def test_keys_of_other_shards_are_refused() -> None:
+    """torch.distributed.checkpoint cuts the saved rows where the current ones are cut."""
+    keys = torch.arange(64)
+    keys = keys[routing.canonical_order(keys)]
+    num_owned = int((routing.owner(keys, 2) == 0).sum())
+    shards = [Shard(0, (0, num_owned + 2), (0, 1)), Shard(0, (num_owned + 2, 64), (0, 1))]
+    parts = {0: keys[: num_owned + 2], 1: keys[num_owned + 2 :]}
+    state = {"keys": KeyedRows((64,), shards, parts, RankGroup.single(), torch.int64)}
+    with pytest.raises(ValueError, match=r"2 keys in shard 0 of 2 .* emblib\.sharding\.check"):
+        keyed.entries_of_shard(state, 0, 2, "t")
+    assert torch.equal(keyed.entries_of_shard(state, 1, 2, "t")["keys"], parts[1])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_another_number_of_keys_names_the_function_that_loads_it(tmp_path: Path) -> None:
+    saved = rows_of_keys(torch.arange(3))
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    same = rows_of_keys(torch.zeros(3, dtype=torch.int64))
+    dcp.load(same, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(same["keys"].parts[0], torch.arange(3))
+    with pytest.raises(CheckpointException, match=r"emblib\.sharding\.checkpoints\.load loads any"):
+        dcp.load(rows_of_keys(torch.arange(2)), checkpoint_id=tmp_path, no_dist=True)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +41,7 @@ from emblib.sharding.planner.simulate import (
 )
 from emblib.sharding.planner.workloads import workloads_of
 from emblib.sharding.ranks import RankGroup
-from emblib.sharding.sharding_types import ShardingType
+from emblib.sharding.sharding_types import ShardingType, data_parallel
 from emblib.specs import Placement
 from emblib.storage import Dense, Hash, TableSlice, TensorTrain
 from tests.sharding import worlds
@@ -375,6 +376,15 @@ def _compared(
     planner = Planner(Topology(2), 32, constraints)
     plans = {way: plan_of(module, 2, way) for way in ("table_wise", "row_wise", "data_parallel")}
     return compare(planner, module, plans, ranks, rounds=2)
+
+
+def test_a_comparison_refuses_plans_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: Any = {"a": {"": {"t0": data_parallel()}}}
+    monkeypatch.setattr(
+        sys.modules[compare.__module__], "shard", lambda *_: pytest.fail("measured")
+    )
+    with pytest.raises(TypeError, match="plan must be a ShardingPlan"):
+        compare(Planner(Topology(1), 32), collection(1, 50, 4, "pooled"), plans, RankGroup.single())
 
 
 @pytest.mark.parametrize("kind", ["pooled", "sequences"])

@@ -40,8 +40,8 @@ class GradientRanks(Protocol):
     def all_gather_floats(self, numbers: Tensor) -> Tensor:
         """Gather float32 numbers `[n]` of every rank; return `[W, n]`, on any device.
 
-        Of ranks that have replicas, the largest numbers of all replicas. All ranks call this, with
-        equal n.
+        If there are several replicas of the tables, numbers are the largest over the replicas. All
+        ranks call this, with equal n.
         """
         ...
 
@@ -263,7 +263,7 @@ def _norm_over_ranks(
         elif mark.share is GradientShare.SHARD:
             shard_grads.append(_values_of(parameter))
     local_norms = [_host_norm(shard_grads, norm_type), _host_norm(replica_grads, norm_type)]
-    # The negatives too, since replicas of ranks give only the largest of their numbers.
+    # The negatives too, since only the largest numbers of all replicas are gathered.
     arguments = torch.tensor(
         [float(num_updated), float(max_norm), norm_type, -float(max_norm), -norm_type], device="cpu"
     )

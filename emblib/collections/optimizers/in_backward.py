@@ -41,9 +41,10 @@ def apply_optimizer_in_backward(
 
     Raises:
         TypeError: a parameter cannot have this optimizer; it already has one in backward, and that
-            is from torch, or the parameter is not of a table; or there are `optimizer_kwargs`, and
-            `optimizer` is not a class.
-        ValueError: tables do not support an argument or the optimizer.
+            is from torch, or the parameter is not of a table; or `optimizer` is an optimizer of
+            `torch.optim`, or one of `emblib.optim` that has `optimizer_kwargs`.
+        ValueError: tables do not support an argument or the optimizer. Tables of a collection
+            change together, or not at all; those of collections before it have changed.
     """
     arguments = dict(optimizer_kwargs or {})
     if isinstance(optimizer, Optimizer) and arguments:
@@ -171,6 +172,11 @@ def _check_of_torch(optimizer: Any) -> None:
         raise TypeError(
             f"{optimizer!r} is of emblib.optim, which updates tables of collections; for other "
             "parameters give a class of torch.optim"
+        )
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer must be a class, e.g. torch.optim.Adam, got {optimizer!r}: the arguments "
+            "are optimizer_kwargs"
         )
 
 

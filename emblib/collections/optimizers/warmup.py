@@ -61,6 +61,7 @@ class WarmupStage:
         start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
 
     Raises:
+        TypeError: one of the other numbers of steps is not a number.
         ValueError: `policy` is unknown; `max_iters` or a factor is not a number, or not finite;
             `value` of POLY is negative; `sgdr_period` is below 1; or INTERPOLATE lacks one of its
             two fields, or starts at `max_iters` or later.

@@ -88,7 +88,7 @@ def entries_of_shard(
 
     Raises:
         ValueError: `KeyedRows` have another number of shards, or their shard `number` is on another
-            rank.
+            rank, or has keys that other shards own.
     """
     is_owned_by_stem = {}
     for stem in _stems(state):
@@ -106,11 +106,27 @@ def entries_of_shard(
                     "emblib.sharding.checkpoints.load"
                 )
             entries[key] = value.parts[number]
+            if key == f"{stem}{KEYS}":
+                _check_owner(entries[key], number, num_shards, f"{name}.{key}")
         elif stem in is_owned_by_stem and key.removeprefix(stem) != _CLOCK:
             entries[key] = value[is_owned_by_stem[stem]]
         else:
             entries[key] = value
     return entries
+
+
+def _check_owner(keys: Tensor, number: int, num_shards: int, name: str) -> None:
+    """Raise ValueError for keys of other shards, as torch.distributed.checkpoint may read them.
+
+    It cuts the saved rows where those of the model are cut now.
+    """
+    num_foreign_keys = int((routing.owner(keys, num_shards) != number).sum())
+    if num_foreign_keys:
+        raise ValueError(
+            f"{name} has {num_foreign_keys} keys in shard {number} of {num_shards} that other "
+            "shards own: load the checkpoint with emblib.sharding.checkpoints.load, which sends "
+            "each key to its shard; torch.distributed.checkpoint.load does not"
+        )
 
 
 def check_row_counts(state: Mapping[str, Any], name: str) -> None:

@@ -57,8 +57,9 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
             again, because it needs a class that may run code.
         ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
         CheckpointError: a rank could not write, e.g. to a full disk, or wrote to another directory
-            than the first rank, or another rank raised one of the errors above. `path` keeps its
-            checkpoint; files of the new one in it are deleted.
+            than the first rank; two values have one dotted name; or another rank raised one of the
+            errors above. `path` keeps its checkpoint, unless only the cleanup after the rename of
+            the new metadata failed; see `files.write`.
     """
     ranks = RankGroup.from_value(ranks)
     content, path = run_on_all_ranks(
@@ -104,8 +105,8 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     the name "emblib" is not reserved.
 
     Raises:
-        TypeError: `state` is not a dict, or a value could not be loaded again, because it needs a
-            class that may run code.
+        TypeError: `state` is not a dict, a value could not be loaded again, because it needs a
+            class that may run code, or, on rank 0, `path` is not a path.
         OSError: this is rank 0 and it could not write.
         CheckpointError: another rank raised one of these.
     """

@@ -151,7 +151,7 @@ class ShardedTable(Tensor):
                 tensor_data=TensorWriteData(
                     chunk=ChunkStorageMetadata(torch.Size(offsets), block.size()),
                     properties=TensorProperties(dtype=self.dtype),
-                    size=self.size(),
+                    size=self.shape,
                 ),
             )
             for offsets, block in self.blocks()
@@ -242,12 +242,30 @@ class RowStates(ShardedTable):
         return row_states
 
 
+class _SizeOfKeyedRows(tuple[int, ...]):
+    """Size of `KeyedRows`, whose text says how to load another number of keys.
+
+    torch.distributed.checkpoint compares sizes before it asks a tensor for its chunks, and its
+    error has the text of both. `torch.Size` has no subclasses.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{torch.Size(self)}, a row per key that the hash table has now "
+            "(emblib.sharding.checkpoints.load loads any number of keys)"
+        )
+
+
 class KeyedRows(ShardedTable):
     """One row per key of a dynamic table, sorted by route: block k of K has the keys of shard k.
 
     See `emblib.dynamic.keys`: the concatenated shards of a table are the table in the order of all
     checkpoints, for any K.
     """
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size as a tuple, or that of one dimension."""
+        return _SizeOfKeyedRows(self.shape) if dim is None else self.shape[dim]
 
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None

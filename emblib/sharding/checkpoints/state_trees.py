@@ -35,7 +35,8 @@ class Leaf(NamedTuple):
 def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
     """Yield the leaves of a tree: all values in dicts, and in lists that have tensors or dicts.
 
-    A list without tensors and dicts is one leaf, and so is a tuple. Names begin with `prefix`.
+    A list without tensors and dicts at any depth is one leaf, and so is a tuple. Names begin with
+    `prefix`.
     """
     for key, value in list(tree.items()):
         yield from _leaves_of(f"{prefix}{key}", value, tree, key)
@@ -54,7 +55,7 @@ def _leaves_of(name: str, value: Any, container: Any, key: Any) -> Iterator[Leaf
 
 
 def _is_single_value(elements: list[Any]) -> bool:
-    """Return whether a list is one value: it holds no tensors and, at any depth, no dicts."""
+    """Return whether a list is one value: it and the lists in it have no tensors and no dicts."""
     return not any(
         isinstance(element, Tensor | Mapping)
         or (isinstance(element, list) and not _is_single_value(element))

@@ -457,7 +457,7 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     ranks get the same result.
 
     Args:
-        ranks: the processes, whose devices are measured; None is this process alone.
+        ranks: the processes, whose devices are measured; None is the CPU of this process alone.
         sizes: sizes of what is measured; None is `Sizes()`.
 
     Raises:

@@ -204,6 +204,7 @@ def compare(
             not the world of the planner.
     """
     check_count("rounds", rounds)
+    predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
     steps_by_plan = {}
     for name, plan in plans.items():
         steps_by_plan[name] = _prepare_steps(planner, module, plan, ranks, seed)
@@ -213,7 +214,6 @@ def compare(
             seconds = _time_step(collection_steps, ranks)
             if round_number >= _WARM_UP_ROUNDS:
                 seconds_by_plan[name].append(seconds)
-    predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
     return [
         PlanTiming(name, predicted[name], tuple(seconds))
         for name, seconds in seconds_by_plan.items()
