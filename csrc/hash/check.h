@@ -553,8 +553,7 @@ struct RowMatrix {
 // The ops on rows. Results are allocated but not written.
 
 // The arguments and results of `hash_find_rows`. The matrix has a row per slot of all tables. Slot
-// s of a table is row kFirstBucket * kBucketSlots + s, where HashTableColumn describes
-// kFirstBucket.
+// s of a table is row kFirstBucket * kBucketSlots + s (HashTableColumn).
 struct FindRowsCall : HashCall {
   RowMatrix matrix;
   uint32_t default_word;  // the default value, see RowMatrix::default_word
@@ -666,9 +665,9 @@ struct AddRowsCall : WriteRowsCall {
 };
 
 // The arguments and results of `hash_evicted_rows`, which gathers the keys that an insertion
-// evicted, in the order of misses. The op takes the results of `hash_insert_` and must run before
-// the rows of the new keys are written. All matrices, such as weights and optimizer states, have
-// rows by slot; there is at least one. The CPU also fills the rest of the results with 0.
+// evicted, in the order of misses. The op takes the results of `hash_insert_` for the misses of one
+// table and must run before the rows of the new keys are written. All matrices, such as weights and
+// states, have rows by slot; there is at least one. The CPU fills the rest of the results with 0.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
   const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices

@@ -74,7 +74,8 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
 class InitialRows {
  public:
   // The caller must have called inputs.check(op). Throws unless the rows in `layout` lie inside
-  // their row buffers and have strides from `dim` to INT32_MAX. Keeps pointers to all tensors.
+  // their row buffers and have strides from `dim` to INT32_MAX. Keeps pointers to the row buffers,
+  // `layout` and `rules`.
   InitialRows(const char* op, const InitialInputs& inputs);
 
   // Write the initial rows of the misses of all tables, in parallel. Table t has the misses

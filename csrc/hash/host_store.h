@@ -29,8 +29,8 @@ struct HostStore {
   Records records;
   int64_t row_bytes;
 
-  // Throws unless the index has one table, the order with the number `order` evicts, and records
-  // are [S or more, words and row_bytes] for an index of S slots.
+  // Throws unless the index has one table, the order with the number `order` ranks by stamps or
+  // uses, and records are [S or more, words and row_bytes] for an index of S slots.
   HostStore(const char* op, const std::vector<Tensor>& index_, const Tensor& records_,
             int64_t row_bytes_, int64_t order)
       : index(op, index_),

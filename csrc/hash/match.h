@@ -2,8 +2,6 @@
 // only entries with the tag of the key are read. Only `*_kernels.cpp` may include this header.
 #pragma once
 
-#include <bit>
-
 #include "hash/args.h"
 
 #if !defined(EMB_ISA)

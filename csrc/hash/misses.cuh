@@ -236,10 +236,10 @@ EMB_DEVICE int64_t publish_and_sum_counts(const BatchPlan& plan, unsigned part,
   return total;
 }
 
-// Add the uses of this lane's position to the total of its miss, unless `miss` is -1. Totals
-// saturate. Call this only for positions that are not the first of their key. `uses` is by
-// position; null for 1 each. If it is null, one lane adds for all lanes of the warp with the same
-// miss. All 32 lanes must call this.
+// Add the uses of this lane's position to the total of its miss, which saturates. `miss` must be -1
+// for the first position of a key, whose uses are in the total, and for a lane without a miss.
+// `uses` is by position; null for 1 each. If it is null, one lane adds for all lanes of the warp
+// with the same miss. All 32 lanes must call this.
 EMB_DEVICE void add_repeated_uses(int32_t miss, const int64_t* uses, int64_t position,
                                   int64_t* totals) {
   if (!__any_sync(simt::kFullMask, miss >= 0)) return;

@@ -273,7 +273,8 @@ int64_t copy_dropped(const HostStore& store, const StorePut& put, const int64_t*
 // uint8 [k, row_bytes], that were evicted or dropped.
 //
 // The results are allocated first, with room for n rows. So if memory is short, the op throws
-// before any row is inserted, evicted or replaced; the keys `lifted` may have been removed.
+// before any row is inserted, evicted or replaced; the keys `lifted` may have been removed, and the
+// clock and the stamps of stored keys of `entries` may have advanced.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {

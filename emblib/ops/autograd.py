@@ -124,7 +124,7 @@ _for_update = ContextVar("for_update", default=False)
 def for_update(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function that calls another one, whose lookups are needed for their backward only.
 
-    There `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled
+    In it `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled
     code.
     """
     return with_value(_for_update, True, function)
@@ -716,16 +716,16 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 
 def may_write_weights(hyper: Tensor, optimizer_code: int) -> bool:
-    """Return whether an update may write weights; at rate 0 it does so only to bound norms.
+    """Return whether an update may write weights; at rate 0 only momentum and bounds of norms do.
 
-    So `gradcheck`, at rate 0, finds the weights unchanged.
-
-    `hyper` is read only on the CPU; on other devices the result is True.
+    So `gradcheck`, at rate 0, finds the weights unchanged. Off the CPU the result is True, without
+    a read of `hyper`.
     """
     if not hyper.is_cpu:  # faster than `hyper.device.type`, which makes two objects
         return True
     rate, *_, max_norm = hyper.tolist()[: Hyper.OPTIMIZER_ARGS + 2]  # costs as much as one number
-    return bool(rate != 0 or (optimizer_code in codes.WITH_MAX_NORM and max_norm > 0))
+    has_bound = optimizer_code in codes.WITH_MAX_NORM and max_norm > 0
+    return bool(rate != 0 or has_bound or optimizer_code == codes.OPTIMIZER["lars"])
 
 
 def with_default_rows(weights: Sequence[Tensor], default_rows: Tensor | None) -> Sequence[Tensor]:

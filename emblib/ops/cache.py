@@ -56,11 +56,12 @@ Another `cache_move_`, after the updates, fetches the listed rows. Its rows, row
 these tensors, and its `evicted` is empty: no row is evicted.
 
 `cache_prefetch_` is a whole prefetch in one call, so that no interrupt comes between its parts. It
-checks the batch, groups it, advances the clock (the oldest batch in flight is then `lag` batches
-before this one), plans and moves. `cache` is `[tags, stamps, counts, counters, clock, conflicts]`.
-It returns nothing for an invalid batch on the CPU; else rows, segments, lookups, bags and count
-(`Groups`), `row_slots`, and the slot of every lookup; then, if `postpones`, the rows, slots and
-count of `postponed`; then, on a GPU with a `check`, the repaired offsets.
+checks the batch if `check` is not None, groups it, advances the clock (the oldest batch in flight
+is then `lag` batches before this one), plans and moves. `cache` is `[tags, stamps, counts,
+counters, clock, conflicts]`. With a `check`, it returns nothing for an invalid batch on the CPU.
+Else it returns rows, segments, lookups, bags and count (`Groups`), `row_slots`, and the slot of
+every lookup; then, if `postpones`, the rows, slots and count of `postponed`; then, on a GPU with a
+`check`, the repaired offsets.
 
 `cache_locate` returns the current `row_slots` of a batch and changes nothing. It is called before a
 batch is used, because another plan may have fetched rows of the batch since its own plan, or, if

@@ -13,8 +13,8 @@
 
 A batch is `ids` int64 `[L]`, any 64 bits each, in segments: `ids[starts[f] : starts[f + 1]]` are
 keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. On the CPU segments must
-cover all ids; on a GPU ops ignore ids that are in no segment. A slot is an int64, counted from the
-first bucket of its table, -1 for none; the row of a key has the number of its slot.
+cover all ids; on a GPU ops ignore ids before the first segment. A slot is an int64, counted from
+the first bucket of its table, -1 for none; the row of a key has the number of its slot.
 
 A key may be in either of two buckets. A full bucket evicts its least entry in `order`: by stamp and
 key ("lru"), by score and key ("lfu"), or by score, stamp and key ("lru_lfu", "assigned"); with
@@ -115,7 +115,7 @@ outside of it, such as -1, mean no row.
 
 `sketch_count_(counters, layout, keys, counts, tables)`, on the CPU only, counts missing keys in the
 count-min sketches of an admission. `counters` uint8 | int32 | int64 `[n]` are all sketches, and
-`layout` int64 `[T, 5]` has their places (`emblib.columns.SketchColumn`). `keys` int64 `[L]` are
+`layout` int64 `[T, 5]` says where each is (`emblib.columns.SketchColumn`). `keys` int64 `[L]` are
 distinct within their table in `tables` int64 `[L]`; `counts` int64 `[L]` are their uses. Returns
 the uses of each key so far, int64 `[L]`, at most the threshold of its table.
 

@@ -220,10 +220,11 @@ class UnscaledGradient(NamedTuple):
 
 
 def unscale(grad: Tensor, scale: Tensor) -> UnscaledGradient:
-    """Divide a gradient by its scale, in float32; the host does not wait for the device.
+    """Divide a gradient by its scale, in float32.
 
-    `grad` has any shape, `scale` is a float32 scalar on any device. `is_finite` of the result is
-    also false if gradients of other ranks are not finite, see `note_finite`.
+    `grad` has any shape, `scale` is a float32 scalar. The host waits only for a scale on another
+    device. `is_finite` of the result is also false if gradients of other ranks are not finite, see
+    `note_finite`.
     """
     inverse = scale.to(grad.device).double().reciprocal().float()
     gradient = grad.float() * inverse

@@ -97,8 +97,8 @@ def group(
     """Group lookups by linear row id `row_base + index`, in ascending order of ids.
 
     The module docstring explains the other arguments. `total_rows` must exceed every linear row id.
-    Lookups of index -1 are in no group. `repaired` states that `check_bounds` has returned the
-    offsets, so that a GPU does not check them again.
+    Skipped lookups, e.g. of index -1, are in no group. `repaired` states that `check_bounds` has
+    returned the offsets, so that a GPU does not check them again.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

@@ -5,9 +5,9 @@ row in all row buffers, weights, then optimizer states. A row that moves is copi
 tier into a packed matrix, and from the matrix into the other tier.
 
 - `tier_swap_(row_buffers, slots, status, evicted, found, rows, first_overflow)` moves the rows of
-  one table after the insertion of a batch. `row_buffers` are matrices by slot with the same number
-  of rows. `slots` int64 `[n]`, `status` uint8 `[n]` and `evicted` int64 `[n, 3]` are results of
-  `hash_insert_` for the table's misses. `found` int64 `[m]` are the misses that have a row in the
+  one table after the insertion of a batch. `row_buffers` are matrices by slot. `slots` int64
+  `[n]`, `status` uint8 `[n]` and `evicted` int64 `[n, 3]` are results of `hash_insert_` for the
+  table's misses. `found` int64 `[m]` are the misses that have a row in the
   store, in any order, and `rows` uint8 `[m, row_bytes]` these rows. The rows of evicted keys are
   copied out of their slots before stored rows are written there. Refused misses get the overflow
   rows from `first_overflow` on. Returns the new slots and status by miss (`HIT` for stored rows,
@@ -81,7 +81,7 @@ class SwappedMisses(NamedTuple):
         promoted: int64 `[p]`, keys that have a slot and are still in the store.
         refused: int64 `[r, 3]`, keys, stamps and scores of the misses in overflow rows, in their
             order.
-        dropped: int64 `[d]`, keys of the rows that the store dropped.
+        dropped: int64 `[d]`, keys of the rows that the store dropped for evicted rows, or of these.
     """
 
     demoted: Tensor

@@ -10,7 +10,7 @@ csrc/tt/args.h. With L lookups, D the dim of the widest table, d cores, M distin
 - `cores`, `row_factors`, `dim_factors`: lists for all tables, table after table; table t has
   `num_cores[t]` elements in each
 - `tt_keys(indices, offsets, bag_layout, feature_tables)` int64 `[L]`: sort keys within the table,
-  whose neighbours share cores; -1 stays, any other id outside the table gets the key of row 0
+  whose neighbours share cores; -1 stays, any other id outside the table gets the key of id 0
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
   the distinct rows share. Here `keys` has the distinct keys of all tables, one table after the
   other; `left_ids` and `right_ids` are those of `TTLayout`

@@ -92,7 +92,7 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
 def max_choosers(buckets: int, round_number: int) -> int:
     """Return how many missing keys of a table may have chosen a bucket after round `round_number`.
 
-    Rounds count from 0. There are few, because each multiplies the number by CHOOSERS_GROWTH.
+    Rounds count from 0. Few suffice, because each multiplies the number by CHOOSERS_GROWTH.
     """
     return FIRST_CHOOSERS * buckets * CHOOSERS_GROWTH**round_number
 
@@ -692,7 +692,8 @@ def sketch_count_(
         tables: int64 `[L]`, table of each key.
 
     Returns:
-        int64 `[L]`, uses so far, at most the threshold of the table, and that without a sketch.
+        int64 `[L]`, uses so far, at most the threshold of the table; the threshold if the table has
+        no sketch.
     """
     cells_of_keys, new_counts = [], []
     for key, count, table in zip(keys.tolist(), counts.tolist(), tables.tolist(), strict=True):

@@ -9,6 +9,7 @@ kind of storage is one file with one subclass, and one call of `register`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
@@ -120,7 +121,8 @@ class TableSlice:
             is_pair = isinstance(bounds, tuple | list) and len(bounds) == 2
             if not is_pair or not all(isinstance(bound, SupportsIndex) for bound in bounds):
                 raise TypeError(f"{name} of a slice must be two ints, got {bounds!r}")
-            begin, end = bounds
+            begin, end = map(operator.index, bounds)
+            object.__setattr__(self, name, (begin, end))
             if not 0 <= begin < end <= size:
                 raise ValueError(
                     f"{name} of a slice of {self.config.name!r} must be a range that is not empty "

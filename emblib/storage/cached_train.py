@@ -485,7 +485,7 @@ class CachedTTHandle(TTHandle):
 
 
 def has_cache(module: Any) -> bool:
-    """Return whether a module is a `CachedTTModule`, not a placeholder."""
+    """Return whether a module is no `CachedTTPlaceholder`, which has no cache."""
     return not isinstance(module, CachedTTPlaceholder)
 
 

@@ -143,7 +143,7 @@ class ComposedLookup(nn.Module):
         raise NotImplementedError
 
     def make_mapping_tensors(self, device: torch.device) -> None:
-        """Make the tensors that parametrise the mapping of ids, one column per feature."""
+        """Make the tensors that describe the ids of each feature, and reset `bounds_violations`."""
         constants = [self._tables[t].mapping_constants for t in self._feature_tables]
         num_ids = [self._tables[t].num_ids for t in self._feature_tables]
         features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64, device="cpu")

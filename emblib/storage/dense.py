@@ -61,7 +61,11 @@ class Dense(Storage):
         placement: the memory of the rows.
         cache: row cache of a table with placement MANAGED_CACHING or DISK; None is the default
             `CacheConfig()`, which lacks the directory that DISK needs. Tables of one collection
-            with equal caches share one.
+            that agree in cache, dtype, rounding and optimizer share one.
+
+    Raises:
+        TypeError: `cache` is not a `CacheConfig`.
+        ValueError: `placement` is unknown, or has no cache though `cache` is not None.
 
     Example:
         >>> placement = emblib.Placement.MANAGED_CACHING

@@ -492,7 +492,7 @@ class HashHandle(TableHandle):
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on.
 
-        On meta there is nothing to tell: `TableGroups` freezes the module that `to_empty` makes.
+        Does nothing on meta: `TableGroups` freezes the module that `to_empty` makes.
         """
         if not self._is_placeholder:
             super().set_trained(parameter, trained=trained)

@@ -152,7 +152,7 @@ class Quantized(Storage):
 class QuantizedModule(QuantizedEmbeddingBags):
     """Module of quantised tables.
 
-    Initial values are those of dense tables with the same seeds, quantised.
+    Initial values are those of float32 dense tables with the same seeds, quantised.
     """
 
     optimizer: Optimizer = NO_UPDATE  # nothing is trained

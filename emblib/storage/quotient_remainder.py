@@ -67,8 +67,9 @@ class QuotientRemainder(ComposedStorage):
 
         Raises:
             TypeError: `num_embeddings` is not an int, or `share` is not a number.
-            ValueError: `num_embeddings` is below 1, `share` is not in (0, 1], or `share *
-                num_embeddings` is below the least number of rows, `2 * sqrt(num_embeddings)`.
+            ValueError: `num_embeddings` is below 1, `share` is not in (0, 1], `share *
+                num_embeddings` is below the least number of rows, `2 * sqrt(num_embeddings)`, or
+                `combine` is unknown.
 
         Example:
             >>> emblib.storage.QuotientRemainder.for_share(10_000, 0.25).divisor
@@ -108,7 +109,7 @@ class QuotientRemainder(ComposedStorage):
         return (0, 1)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
-        """Return the tables `num_quotients` and `remainders`; rows that are added start smaller."""
+        """Return the tables `quotients` and `remainders`; rows that are added start smaller."""
         scale = math.sqrt(0.5) if self.combine is Combine.ADD else 1.0
         num_quotients = -(-num_embeddings // self.divisor)
         return (

@@ -146,8 +146,7 @@ class TensorTrain(Storage):
         if table.has_bounds or table.init_fn is not None:
             raise ValueError(
                 f"the initial values of the cores of {table.name!r} follow from "
-                "storage=TensorTrain(init=...), which gives rows the deviation of the default "
-                "bounds; leave init_fn and bounds out"
+                "storage=TensorTrain(init=...): leave init_fn and bounds out"
             )
 
     def spec(self, rows: int, dim: int, name: str) -> TTSpec:

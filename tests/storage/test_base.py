@@ -207,3 +207,11 @@ def test_a_slice_is_its_rows_and_columns_of_the_whole_table() -> None:
     assert part.view_of(table).data_ptr() == table[1:, 1:].data_ptr()  # a view
     with pytest.raises(TypeError, match=r"columns of a slice must be two ints, got \(1,\)"):
         TableSlice(config, rows=(1, 3), columns=(1,))  # type: ignore[arg-type]
+
+
+def test_a_slice_given_by_lists_is_that_given_by_tuples() -> None:
+    config = EmbeddingBagConfig(4, 3, "t", storage=storage.Hash())
+    rows: Any = [torch.tensor(0), 2]
+    columns: Any = [0, 3]
+    assert TableSlice(config, rows, columns) == TableSlice(config, (0, 2), (0, 3))
+    assert TableSlice(config, rows, columns).has_all_columns

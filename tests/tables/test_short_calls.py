@@ -581,6 +581,19 @@ def test_rows_that_are_scaled_at_rate_zero_have_a_new_version(*, is_short: bool)
     assert module.weights._version > version
 
 
+@pytest.mark.parametrize("is_short", [False, True])
+def test_momentum_at_rate_zero_is_noticed_by_other_uses_of_the_rows(*, is_short: bool) -> None:
+    module = TableBatchedEmbeddingBags([TableSpec(9, 4)], optim.LARS(0.1))
+    batch, sizes = (torch.tensor([1]), torch.tensor([0, 1])), None if is_short else [[1]]
+    module(*batch, batch_sizes=sizes).sum().backward()
+    module.set_learning_rate(0.0)
+    x = torch.ones(module.weights.numel(), requires_grad=True)
+    scores = (module.weights.detach() * x).sum()  # saves the rows, e.g. as a tied output layer
+    module(*batch, batch_sizes=sizes).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.backward()
+
+
 def test_an_interrupt_behind_an_update_leaves_a_new_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
