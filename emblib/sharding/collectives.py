@@ -366,9 +366,9 @@ def all_gather_base_pooled(
     Args:
         values: `[B[rank], D]`, the rows of this rank.
         ranks: the processes, which all call this.
+        batch_sizes: B, the number of rows of each rank; None if all ranks have as many.
         comm_precision: the codecs.
         gradients: the mean or the sum over ranks.
-        batch_sizes: B, the number of rows of each rank; None if all ranks have as many.
 
     Returns:
         An awaitable of `[sum B, D]`, the rows of rank 0, 1, and so on.

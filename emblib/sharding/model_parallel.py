@@ -169,7 +169,7 @@ class DistributedModelParallel(nn.Module):
         wrapping = fingerprint.agree(
             self.dense_ranks,
             prepare=lambda: parse_wrapping(wrap),
-            describe=lambda parsed: {"": {"wrap": parsed or wrap}},
+            describe=lambda parsed: {"": {"wrap": parsed or wrap or "none"}},
         )
         replicated_names = _names_of_dense_tables(model)
         ignored = names_of_tables(model) - replicated_names
@@ -235,7 +235,7 @@ class DistributedModelParallel(nn.Module):
     @property
     @shows_attribute_errors
     def plan(self) -> ShardingPlan:
-        """Return the sharding of every table."""
+        """Return the plan of the sharded collections."""
         plans_by_path = {path: module.plan for path, module in sharded_modules(self.module).items()}
         return ShardingPlan(plans_by_path, World(self.ranks.size, self.ranks.local_size))
 
@@ -279,8 +279,10 @@ class DistributedModelParallel(nn.Module):
                 submodule._apply(lambda tensor: tensor.to(device), recurse=False)
         model_copy = shallow_copy(self)
         model_copy.__dict__.pop("fused_optimizer", None)
-        # `model_copy._wrapped = ...` would change the dict of submodules that both models share.
-        model_copy.__dict__["_modules"] = {**self._modules, "_wrapped": model}
+        for name, value in vars(self).items():  # dicts of submodules, hooks and so on
+            if isinstance(value, dict):
+                model_copy.__dict__[name] = value.copy()
+        model_copy.__dict__["_modules"]["_wrapped"] = model
         model_copy.__dict__["_joint_dist"] = JointDist(model, self.ranks)
         model_copy.__dict__["_is_wrapped"] = False
         return model_copy

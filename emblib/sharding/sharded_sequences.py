@@ -365,7 +365,7 @@ class _SequenceStep(OutputStep):
         if self.replica_shape is not None:
             assert self._route.replica_positions is not None
             replica_grads = grad.index_select(0, self._route.replica_positions)
-            # Without a sink DistributedDataParallel averages these gradients.
+            # Without a sink these gradients are averaged with those of the dense part.
             if self.sink_shape is not None and scale != 1.0:
                 replica_grads.mul_(scale)
             replica_grads = replica_grads.view(-1)

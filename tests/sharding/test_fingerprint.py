@@ -273,6 +273,7 @@ def _models(ranks: RankGroup) -> dict[str, str]:
     )
     later = DistributedModelParallel(_Net(), ranks, plan=plan, wrap="none")
     found["later"] = _told(partial(later.wrap_dense, "none" if mine else "ddp"))
+    later.wrap_dense(None if mine else "none")  # two names of one value
     unplaced = DistributedModelParallel(_Net(), ranks, plan=plan, wrap="none")
     if mine:
         unplaced.module.top.register_buffer("scale", torch.ones(2, device="meta"))

@@ -485,6 +485,15 @@ def test_a_copy_keeps_tied_parameters_and_their_class() -> None:
     assert not made.first.weight.requires_grad
 
 
+def test_hooks_and_modules_of_a_copy_are_its_own() -> None:
+    model = DistributedModelParallel(_Tied(), RankGroup.single(), plan={})
+    made = model.copy("cpu")
+    made.register_forward_pre_hook(lambda module, arguments: None)
+    made.extra = nn.Linear(1, 1)
+    assert not model._forward_pre_hooks
+    assert not hasattr(model, "extra")
+
+
 def test_gradients_are_averaged_in_floats_only() -> None:
     with pytest.raises(ValueError, match="gradient_dtype must be"):
         DDP(gradient_dtype=torch.int8)

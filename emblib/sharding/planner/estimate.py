@@ -529,7 +529,7 @@ class CostModel:
     def sums_s(self) -> float:
         """Return the seconds of the all-to-alls of sums within nodes, if they were empty.
 
-        The caller must not ask for one node, or for nodes of one rank, which sum nothing.
+        The result means nothing for one node, or for nodes of one rank, which sum nothing.
         """
         sizes = self.topology.local_world_size, self.topology.num_nodes
         return sum(_PASSES * self._exchange_s(size) for size in sizes)
