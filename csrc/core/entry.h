@@ -16,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -79,7 +80,7 @@ inline torch::stable::Tensor allocate_zeros(
 
 // Check that the elements of a tensor lie inside its storage, which `untyped_storage().resize_()`
 // may have shrunk since the tensor was created. `op` and `argument`, the position in the schema,
-// are for the message. The overloads check optional tensors and lists, and accept other arguments.
+// are for the message. The overloads check the tensors of lists and of optional arguments.
 inline void check_storage(const char* op, int argument, const torch::stable::Tensor& tensor) {
   const int64_t numel = tensor.numel();
   if (numel == 0) return;
@@ -102,20 +103,20 @@ inline void check_storage(const char* op, int argument, const torch::stable::Ten
                   "uses): give the storage its size back before the call");
 }
 
-inline void check_storage(const char* op, int argument,
-                          const std::optional<torch::stable::Tensor>& tensor) {
-  if (tensor) check_storage(op, argument, *tensor);
-}
-
-inline void check_storage(const char* op, int argument,
-                          const std::vector<torch::stable::Tensor>& tensors) {
-  for (const torch::stable::Tensor& tensor : tensors) check_storage(op, argument, tensor);
-}
-
-// The overload for arguments without tensors. A new type of argument with tensors, such as a list
-// of optional tensors, needs its own overload: this one would accept it unchecked.
+// Arguments without tensors. An argument of another type needs an overload of its own.
 template <class Value>
-void check_storage(const char*, int, const Value&) {}
+  requires std::is_arithmetic_v<Value> || std::is_enum_v<Value>
+void check_storage(const char*, int, Value) {}
+
+template <class Value>
+void check_storage(const char* op, int argument, const std::vector<Value>& values) {
+  for (const Value& value : values) check_storage(op, argument, value);
+}
+
+template <class Value>
+void check_storage(const char* op, int argument, const std::optional<Value>& value) {
+  if (value) check_storage(op, argument, *value);
+}
 
 // Entry<function, Name>::call is `function` with the checks and errors of the wrapper: it throws
 // std::runtime_error, or what `function` or check_storage throws. Name::get() returns the op's

@@ -42,13 +42,14 @@ struct FeatureBags {
   std::vector<int64_t> first_bags = {0};
   BagMap map;
 
-  // Find the bags of each feature. `features` [F, 8] must have been checked (check_features).
-  // `offsets` has one entry more than there are bags; its contents are not read. With a
-  // `bag_layout` the batch is variable, and `features` must be in host memory. `output_dim` is the
-  // number of columns of the output of a fixed batch, or of elements of the output of a variable
-  // batch. Throws if the number of bags does not fit a fixed batch. For a variable batch, throws if
-  // the features of `bag_layout` decrease or are out of range, or if the output row of a bag does
-  // not lie inside the output (not checked without pooling).
+  // Find the bags of each feature. `offsets` has one entry more than there are bags; its contents
+  // are not read. With a `bag_layout`, in host memory, the batch is variable. `features` has a row
+  // per feature; its contents are read in a variable batch with pooling only, and must then be in
+  // host memory and have passed check_features. `output_dim` is the number of columns of the output
+  // of a fixed batch, or of elements of that of a variable batch. Throws if the number of bags does
+  // not fit a fixed batch. For a variable batch, throws if the features of `bag_layout` decrease or
+  // are out of range, or if the output row of a bag does not lie inside the output (not checked
+  // without pooling).
   FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t output_dim)
       : map(bag_map(op, features.size(0), offsets, bag_layout, output_dim)) {

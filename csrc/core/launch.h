@@ -44,7 +44,8 @@ inline cudaStream_t current_stream(int32_t device) {
 
 // Return the address at which kernels on the device of `like` access `tensor`, the memory of a
 // tier. The tensor must be on that device or in pinned host memory, which a GPU accesses in place;
-// otherwise this throws. The caller keeps the tensor alive while kernels use it.
+// otherwise, also for an empty tensor of the CPU, this throws. The caller keeps the tensor alive
+// while kernels use it.
 inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
                             const torch::stable::Tensor& like) {
   void* address = const_cast<void*>(tensor.const_data_ptr());
@@ -59,9 +60,9 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
   return attributes.devicePointer;
 }
 
-// Return an attribute of a device; its value must not be 0. The values of the first kCachedDevices
-// devices are cached, and other devices are queried at every call. Several threads may query one
-// device at once, since all store the same value.
+// Return an attribute of a device. The values of the first kCachedDevices devices are cached,
+// unless they are 0; otherwise every call queries the device. Several threads may query one device
+// at once, since all store the same value.
 template <cudaDeviceAttr attribute>
 int device_attribute(int device) {
   constexpr int kCachedDevices = 64;

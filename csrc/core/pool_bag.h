@@ -14,7 +14,7 @@ namespace emb::EMB_ISA {
 //
 //   dim()                   number of columns of a row
 //   skip_columns(n)         make every row begin n columns later; called on a copy
-//   at(i)                   address of the first column of row i, null if the row is skipped
+//   at(i)                   the address of row i that `values` takes, null if the row is skipped
 //   values(address, i)      the columns to be added for that row, as an object with
 //                             vector(v)   Vec of columns [v * kLanes, (v + 1) * kLanes)
 //                             first(n)    Vec whose first n lanes are the first n < kLanes columns;

@@ -35,8 +35,7 @@
 //     threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
-//     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
-//     __vcmpeq4;
+//     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __vcmpeq4;
 //   * simt::copy_async<N> copies from global to shared memory while the thread continues. A thread
 //     may read the copy only after the thread that started it has waited (simt::wait_for_copies)
 //     and the block has met at a barrier;

@@ -744,7 +744,6 @@ T atomicCAS(T* address, T expected, T value) {
 inline void __threadfence() {}
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
-inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 // Compare the bytes of two words: 0xff for equal bytes, else 0.
 inline unsigned __vcmpeq4(unsigned a, unsigned b) {
   unsigned equal = 0;

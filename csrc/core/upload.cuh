@@ -17,9 +17,8 @@
 namespace emb::cuda {
 
 inline constexpr int kUploadThreads = 128;
-// The maximum number of 8-byte words per launch, for a small and a large kernel. Kernel parameters
-// are limited to 4 KB on every GPU and driver, and to 32,764 bytes on sm_70 and later with
-// CUDA 12.1 or newer.
+// The maximum number of 8-byte words per launch, for a small and a large kernel. Every GPU and
+// driver takes 4 KB of kernel parameters; 32,764 bytes need sm_70 or later, and CUDA 12.1 or newer.
 inline constexpr int kSmallUploadWords = 480, kLargeUploadWords = 4000;
 
 // The words of one launch, as a kernel parameter.

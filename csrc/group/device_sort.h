@@ -26,8 +26,8 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 // `buffers.keys`, at most `buffers.no_group_key` each, and `buffers.positions`, 0 to n - 1 in this
 // order; neither is checked. Keys equal to `buffers.no_group_key` belong to no group. n may be 0.
 // The sorted positions are written to `buffers.sorted_positions`; the contents of
-// `buffers.sorted_keys` are unspecified. `out.sorted_bags` must be null: a small batch would not
-// write it.
+// `buffers.sorted_keys` are unspecified. `out.sorted_bags` must be null: a small batch would fill
+// it with zeros.
 //
 // A small batch takes one launch (group/small_group.cuh) if Key is uint32_t and `no_group_key` is
 // below 2^31. Otherwise CUB sorts, with scratch allocated on the device of `like`. Throws

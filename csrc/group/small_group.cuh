@@ -22,8 +22,7 @@ namespace emb::cuda {
 
 inline constexpr int kDigitBits = 7, kDigits = 1 << kDigitBits;
 inline constexpr unsigned kSmallGroupThreads = 512;  // maximum number of threads per block
-inline constexpr int kPositionBits =
-    14;  // bits of a payload for the position; the bag has the rest
+inline constexpr int kPositionBits = 14;             // of a payload; the bag has the other bits
 inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;  // maximum number of keys
 inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);  // and of bags
 // Maximum number of blocks of a cluster; scan_digits unrolls a loop over it.

@@ -5,8 +5,8 @@
 // core/codes.h names (learning rate, step, ..), then kNumHyper entries that only this functor
 // reads. A row is updated in three steps:
 //   (1) `add_sums`, called for every element of the row, adds the element's terms to kNumRowSums
-//       sums. For an optimizer without sums it is not called. Where kSumsNeedGradientOnly, the CUDA
-//       drivers compute sums[0] themselves.
+//       sums. For an optimizer without sums it is not called. Where kSumsNeedGradientOnly, CUDA
+//       kernels compute sums[0] themselves.
 //   (2) `begin_row` computes two factors from these sums and the row-wise states, and updates the
 //       row-wise states.
 //   (3) `step`, called for every element, updates the element and its states.
@@ -62,8 +62,8 @@ struct RowFactors {
   float weight = 1.0f;    // of the weights
 };
 
-// The arithmetic of `add_sums` and `step` on single elements; VecMath (optimizer_step_cpu.h) is
-// that on registers.
+// The arithmetic of `add_sums` and `step` on single elements; VecMath (optimizer_step_cpu.h) is the
+// same on registers.
 struct ScalarMath {
   EMB_HD static float root(float x) { return sqrtf(x); }
   // Return a / b, or 0 if b is 0.

@@ -295,7 +295,7 @@ struct ColumnLocation {
 };
 
 // Write a lane's columns to the tensor at `data`, of dtype `type`, rounded as `rounding` says. The
-// location and `tensor` (RoundedTensor) select the random words. Rounds `values` in place.
+// location and `tensor` (RoundedTensor) select the random words. May round `values` in place.
 EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& location,
                               uint32_t tensor, void* data, Dtype type, float (&values)[kColumns]) {
   if (rounding.is_stochastic && type != Dtype::kFloat) {

@@ -2,9 +2,8 @@
 //
 // A quantised row consists of
 //   * its header: its scale and offset, two fp16 values;
-//   * its *numbers* q, one per column: integers of 2, 4 or 8 bits, or floats of 8 bits. Columns
-//   fill
-//     a byte from its lowest bits on. The value of a column is scale * q + offset;
+//   * its *numbers* q, one per column: integers of 2, 4 or 8 bits, or floats of 8 bits. They fill
+//     bytes from the lowest bits on. The value of a column is scale * q + offset;
 //   * zeros up to a multiple of 4 bytes, so that a GPU can load words.
 // Rows in fp16, bf16 and fp32 have values instead of numbers, and no header. Rows of integers in
 // FBGEMM's IntNBit tables have the same header and numbers.

@@ -517,8 +517,8 @@ inline bool has_short_quant_bags(const QuantArgs& args) {
          args.bags.num_lookups <= kMeanLookups * args.bags.num_bags;
 }
 
-// A grid has at most this many times kResidentBlocksPerSm blocks per multiprocessor. They do not
-// all run at once: bags differ in length, so new blocks replace those that end early.
+// A grid has at most this many times kResidentBlocksPerSm blocks per multiprocessor and stripe.
+// Bags differ in length, so new blocks replace those that end early.
 inline constexpr int kQuantWaves = 8;
 
 // Look up the features whose rows are of this format.
@@ -538,9 +538,9 @@ void launch_quant_format(const Launcher& launcher, const QuantArgs& args) {
            simt::Dim3(num_blocks, num_stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
 
-// Write args.output; elements of no bag are not written. `formats` is a mask of the formats of the
-// features, RowFormats::mask. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does
-// not wait for the device.
+// Write args.output: elements of no bag are not written, rows of lookups of no bag become 0.
+// `formats` is a mask of the formats of the features, RowFormats::mask. `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
   if (args.output_dim == 0 || args.num_items() == 0) return;

@@ -142,9 +142,9 @@ FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
 // Pool the rows of every bag, as `tbe_lookup` does. `packed`, uint8, has the tables of the module;
 // `features`, int64 [F, 8], is that of dense tables, but weight_offset counts bytes of `packed`,
 // and column `tier` has the format of the rows where `format` names several (see RowFormats).
-// Indices outside a table are repaired (repair_index): -1 reads no row. In a fixed batch the
-// columns of features must not overlap; not checked. Return [B, output_dim], in a variable batch
-// [output_dim], without pooling [L, output_dim]; zeros where no bag writes.
+// Indices outside a table are repaired (repair_index): -1 reads no row. The columns of features, in
+// a variable batch the output rows of bags, must not overlap; not checked. Return [B, output_dim],
+// in a variable batch [output_dim], without pooling [L, output_dim]; zeros where no bag writes.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,

@@ -1,7 +1,7 @@
-// Routing sends each id of a batch to a rank that stores its row. Combining adds the rows that the
-// ranks return. This file has the layouts of both as structs (emblib/ops/route.py documents their
-// tensors), then the arguments and function tables of the CPU kernels. Pointers are to memory of
-// the op's device, which the caller owns.
+// Routing sends each id of a batch to the ranks that store its row. Combining adds the rows that
+// the ranks return. This file has the layouts of both as structs (emblib/ops/route.py documents
+// their tensors), then the arguments and function tables of the CPU kernels. Pointers are to memory
+// of the op's device, which the caller owns.
 //
 // A table is divided into *blocks* of rows. A block is stored by one rank, or copies of it by
 // several ranks. A *unit* is the part of a batch that one rank looks up for one feature in one copy
@@ -67,9 +67,9 @@ struct RoutedId {
 };
 
 // Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
-// one. With kByKey an id is unchanged. By range, it is counted from the first row of its block; -1,
-// and any id of an empty table, goes to block 0 as -1. With kByRangeElseSpread an id of num_rows or
-// more goes to block id % num_blocks as id / num_blocks.
+// one. With kByKey an id is unchanged. With kByRangeElseSpread an id of num_rows or more goes to
+// block id % num_blocks as id / num_blocks. Any other id is counted from the first row of its
+// block, but -1, and any id of an empty table, goes to block 0 as -1.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {range_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.num_rows) {
@@ -133,8 +133,9 @@ struct RouteArgs {
 };
 
 // Count or move the ids of bags [begin, end) of the batch, all of feature f. Return false if
-// `count` finds offsets that descend, or if `move` finds that the starts are not those of the ids.
-// Then the outputs are incomplete, but nothing outside of them is written.
+// `count` finds offsets that descend, or if `move` finds more or fewer ids of a block than its
+// starts at bags `begin` and `end` say. Then the outputs are incomplete, but nothing outside of
+// them is written.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
 // The CPU kernels: `count` of route_lengths, `move` of route_ids. Calls for disjoint ranges may run

@@ -90,8 +90,8 @@ struct RouteWeights {
   }
 };
 
-// The tensors of `gather_segments`, contiguous: values [N, ..] of any dtype, starts int32 or int64
-// [segments + 1], order int64 [M].
+// The tensors of `gather_segments`, contiguous: values [N, ..] of 1 to 4 dimensions and any dtype,
+// starts int32 or int64 [segments + 1], order int64 [M].
 struct SegmentInputs {
   Tensor values, starts, order;
   int64_t row_bytes = 0;  // bytes per row of `values`
@@ -101,7 +101,9 @@ struct SegmentInputs {
       : values(as_contiguous(values_in)),
         starts(as_contiguous(starts_in)),
         order(as_contiguous(order_in)) {
-    STD_TORCH_CHECK(values.dim() >= 1, op, ": values must have rows, got a scalar");
+    STD_TORCH_CHECK(values.dim() >= 1 && values.dim() <= 4, op,
+                    ": values must have 1 to 4 dimensions, got ", values.dim(),
+                    "; flatten those after the first");
     check_index_vector(op, "starts", starts);
     check_int64_rows(op, "order", order, 1, values);
     check_same_device(op, "starts", starts, values);

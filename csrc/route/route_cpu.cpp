@@ -86,7 +86,8 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
 // weights float32 [total]). Output i is the id at position positions[i] of `ids`, in the numbering
 // of its rank. The argument `weights` is float32 [L] or null; if it is null, the returned weights
 // are empty. `starts`, int32 or int64 [output bags + 1], are the sums of the lengths that
-// route_lengths returned, and `total` is the last of them; throws if they are not those of the ids.
+// route_lengths returned, and `total` is the last of them. Throws if the starts do not fit the ids
+// at the ends of the ranges of bags into which the work is divided; the others are not read.
 std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
                                              const Tensor& first_bags, const Tensor& features,
                                              const Tensor& blocks, const Tensor& copies,

@@ -80,9 +80,9 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
 }
 
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
-// [total, ..] of the dtype of `values`, which may be any. `values` is [N, ..], `starts` int32 or
-// int64 [segments + 1], `order` int64 [M]. `total` should be the number of rows of these segments:
-// rows after the first `total` are left out, and missing rows are 0.
+// [total, ..] of the dtype of `values`, which may be any. SegmentInputs has the shapes. `total`
+// should be the number of rows of these segments: rows after the first `total` are left out, and
+// missing rows are 0.
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
                        int64_t total) {
   const char* op = "gather_segments";
@@ -152,7 +152,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 
 // Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
 // the elements outside of `local`, of `dtype`; write the others to `local`, if there is one. The
-// gradient of an element in no piece is 0. Pieces must not overlap; this is not checked.
+// gradient of an element in no piece is 0. Pieces must not overlap, and `rows` must not name a row
+// of a piece twice; neither is checked.
 Tensor source_gradient(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
                        double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype in_type = float_dtype(op, "grad", in.flat.scalar_type());

@@ -46,8 +46,8 @@ void write_first_rows(const char* op, IndexArray starts, int64_t num_segments, c
 }
 
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
-// [total, ..] of the dtype of `values`, which may be any. `values` is [N, ..], `starts` int32 or
-// int64 [segments + 1], `order` int64 [M]. `total` must be the number of rows of these segments.
+// [total, ..] of the dtype of `values`, which may be any. SegmentInputs has the shapes. Throws
+// unless the segments exist, and `total` is the number of their rows.
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
                        int64_t total) {
   const char* op = "gather_segments";

@@ -1,8 +1,8 @@
 // The repair of offsets on the CPU, then the checks that the lookup ops share (LookupInputs). Valid
 // offsets begin with 0 (or after padding, see below), do not decrease, and end with L, the number
-// of lookups. Repaired offsets are int32, clamped to [0, L], do not decrease, and end with L. A
-// branch-free loop finds out whether offsets are valid, as they usually are; the repair runs only
-// if they are not.
+// of lookups. Repaired offsets are int32, clamped to [0, L], do not decrease, and end with L. The
+// repair runs unless a branch-free loop finds that the offsets are valid and begin with 0, as they
+// usually do.
 //
 // Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
 // padding: with it, batches of different sizes can have the shape of one captured step. Any other
@@ -84,8 +84,8 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
 
 // Write the repaired offsets to `repaired_offsets`, [num_bags + 1]. Return how many of them differ
 // from `offsets`, plus `num_lost`, the result of count_lost (or 0 to ignore lost indices). kFatal
-// throws for the first offset that is negative, above num_lookups or below the one before it, for a
-// last one that is not num_lookups, and for lost indices. kWarning throws for lost indices and,
+// throws for lost indices, for the first offset that is negative, above num_lookups or below the
+// one before it, and for a last one that is not num_lookups. kWarning throws for lost indices and,
 // if may_lack_last_offset, for an omitted last offset. Pass true for a fixed batch of one feature:
 // with several features the number of offsets would not be F * B + 1, which batch_size refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
@@ -97,8 +97,8 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
                                                          num_bags, num_lookups, repaired_offsets);
   if (is_valid) return 0;
   const bool is_fatal = mode == BoundsMode::kFatal, is_warning = mode == BoundsMode::kWarning;
-  STD_TORCH_CHECK(!is_warning || num_lost == 0, "bounds_check: offsets must begin with 0, got ",
-                  offsets[0],
+  STD_TORCH_CHECK(mode == BoundsMode::kIgnore || num_lost == 0,
+                  "bounds_check: offsets must begin with 0, got ", offsets[0],
                   ": no bag would have the ids before it; leave them out of the indices, or make "
                   "them -1 if they are padding (are they offsets, not lengths?)");
   int64_t maximum = 0;  // of the offsets so far
@@ -112,10 +112,12 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
       maximum = num_lookups;
     }
     const bool is_unchanged = maximum == offsets[i];
-    STD_TORCH_CHECK((is_unchanged && (i > 0 || num_lost == 0)) || !is_fatal,
+    STD_TORCH_CHECK(is_unchanged || !is_fatal,
                     "bounds_check: offsets must start at 0, not decrease, and end at the number of "
                     "indices = ",
-                    num_lookups, "; got ", offsets[i], " at position ", i, kLastOffsetRemedy);
+                    num_lookups, "; got ", offsets[i], " at position ", i,
+                    i == num_bags && may_lack_last_offset ? kLastOffsetRemedy
+                                                          : " (are they offsets, not lengths?)");
     num_changed += !is_unchanged;
     repaired_offsets[i] = static_cast<int32_t>(maximum);
   }

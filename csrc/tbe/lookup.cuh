@@ -28,8 +28,8 @@ inline constexpr int kLookupThreads = 256;  // threads per block, except for sho
 // Minimum numbers of blocks per multiprocessor, which bound the registers of a thread: 4 blocks
 // leave 64, which the rows in flight need; 3 leave 80.
 inline constexpr int kLookupBlocksPerSm = 4, kLongBagBlocksPerSm = 3;
-// The maximum number of blocks of a grid, as a multiple of the blocks that run at once. Bags differ
-// in length, so new blocks replace those that end early.
+// A grid has at most this many times kResidentBlocksPerSm blocks per multiprocessor and stripe.
+// Bags differ in length, so new blocks replace those that end early.
 inline constexpr int kLookupWaves = 8;
 
 // The arguments of the lookup kernels. All pointers are to memory that the device can read (tables

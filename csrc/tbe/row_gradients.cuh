@@ -7,8 +7,8 @@
 //   (1) plan_chunks_kernel writes the task of each chunk slot, and may count the step,
 //   (2) chunk_kernel sums the chunks,
 //   (3) update_kernel (update.cuh) adds the chunk sums of a row in order.
-// The chunks depend only on the length of the segment, so that equal gradients in the same order
-// give sums of the same bits.
+// The bits of a sum depend on the gradients in their order and, in a segment with chunks, on the
+// mean width of the features, which determines the stretches of a chunk (sum_chunk).
 #pragma once
 
 #include "core/dtype.h"
@@ -25,10 +25,9 @@ inline constexpr int kChunkThreads = 256;
 // registers.
 inline constexpr int kChunkSumBlocksPerSm = 4;
 // The three limits below are not measured.
-inline constexpr int kShortSegment = 256;  // lookups of the longest segment without chunks
-inline constexpr int kMinChunkLookups =
-    1024;                               // lookups per chunk; in very long segments a multiple
-inline constexpr int kMaxChunks = 256;  // maximum number of chunks of a segment
+inline constexpr int kShortSegment = 256;      // lookups of the longest segment without chunks
+inline constexpr int kMinChunkLookups = 1024;  // per chunk; in very long segments a multiple
+inline constexpr int kMaxChunks = 256;         // maximum number of chunks of a segment
 
 // Return the number of lookups per chunk of a segment, of which the last chunk may have fewer.
 EMB_HD int chunk_length(int segment_length) {

@@ -35,6 +35,7 @@ static_assert(1 << kLog2Columns == kColumns);
 
 // Minimum numbers of blocks per multiprocessor, which bound the registers of a thread: 6 blocks
 // leave 80, 5 leave 96, 4 leave 128. The compiler needs the most registers for Blackwell (1000).
+// The host sizes grids by the numbers for Hopper, on any device.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kMaxBlocksPerSm = 4;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -187,7 +188,7 @@ struct TileRow {
 // The update of the rows of a tile that have one packed_layout. References are to the kernel's
 // arguments or to shared memory, pointers to shared memory. All lanes of a warp must call members
 // together if they use warp collectives: add_lookups, add_vectors, add_elements, sum_lookups,
-// begin_rows, update_columns and update_batch.
+// load_gradients, begin_rows, update_columns and update_batch.
 template <class Selection>
 struct TileUpdate {
   static constexpr int kSlices = UpdateShape<Selection>::kSlices;

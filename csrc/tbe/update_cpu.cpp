@@ -351,8 +351,8 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
 }
 
 // Return the tables that have rows, by ascending rows, each once. Return none if rows may be in a
-// cache (`has_cache`), or if features disagree about the memory of a table: then
-// UpdateKernels::update must locate every row by its first lookup.
+// cache (`has_cache`), or if features disagree about the memory of a table: then a kernel of
+// UpdateKernels::find_update must locate every row by its first lookup.
 std::vector<TableSpan> table_spans(const GroupedGradient& gradient, bool has_cache) {
   std::vector<TableSpan> spans;
   if (has_cache) return spans;

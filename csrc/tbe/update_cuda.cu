@@ -2,8 +2,8 @@
 // scratch memory, launch. The number of unique rows is known on the device only, so grids and
 // scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, with these
 // differences: the contents of device tensors are trusted, row_slots must be [L], `located` must
-// have row_slots and as many lookups as `indices`, and `is_finite` is read on the device. No op
-// waits for the device. L is the number of lookups.
+// have row_slots and as many lookups as `indices`, `is_finite` is read on the device, and `dim` of
+// tbe_row_grads must be positive. No op waits for the device. L is the number of lookups.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -240,8 +240,8 @@ struct TtRowsArgs {
 // overwrite the memory, which need not be zeros.
 struct TtHalfGrads {
   float* inner_grads;  // [..][inner_size]
-  // [num_halves] the row of `inner_grads` for the inner row of each half. With a TtInnerStep, the
-  // kernel subtracts the number of rows to which it has applied the step.
+  // [num_halves] the row of `inner_grads` for the inner row of each half. With a TtInnerStep, rows
+  // are counted from the first inner row of the call, and after each step from the next one.
   const int32_t* inner_positions;
   float* outer_grads_by_half;  // [..][outer_size], from half `first_half` on
   int64_t first_half;
@@ -317,10 +317,10 @@ struct TtReverseArgs {
 };
 
 // The kernels. [begin, end) is a range of halves unless a comment names other items; it may be
-// empty. `scratch` is tt_scratch_floats() uninitialised floats of this thread alone. Calls for
-// disjoint ranges may run at once unless a comment excludes it. For `contract`, and for
-// `write_left_grads` of pairs, the halves of one inner row may be divided between calls only if the
-// calls follow each other in order.
+// empty, except with a step. `scratch` is tt_scratch_floats() uninitialised floats of this thread
+// alone. Calls for disjoint ranges may run at once unless a comment excludes it. For `contract`,
+// and for `write_left_grads` of pairs, the halves of one inner row may be divided between calls
+// only if the calls follow each other in order.
 struct TtCpuKernels {
   // Write the values of halves, which must be pairs, to `values`, which begins with half `begin`.
   void (*expand)(const TtHalfCores&, float* values, float* scratch, int64_t begin, int64_t end);

@@ -1,8 +1,8 @@
 // Whole passes of tensor-train tables on the CPU. `tt_lookup_checked_` computes, in this order,
 // keys, a grouping of the lookups, a plan, the distinct rows and the pooled output. `tt_backward_`
 // computes the gradients of the rows and updates the cores. Rows and their gradients, the largest
-// tensors between these steps, are in scratch memory that the thread keeps. The forward pass trusts
-// the plan that it makes; the backward pass gets the plan from the caller, and checks its contents.
+// tensors between these steps, are in scratch memory (core/scratch.h). The forward pass trusts the
+// plan that it makes; the backward pass gets the plan from the caller, and checks its contents.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

@@ -63,8 +63,8 @@ inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Te
   return reinterpret_cast<const TtTableIds*>(tables.const_data_ptr<int64_t>());
 }
 
-// Check the contents of a row of such a tensor; CPU only. Not checked are first_key, first_left and
-// first_right, and that multiplier and offset are below the number of rows.
+// Check the contents of a row of such a tensor; CPU only. Not checked are left_is_pair, first_key,
+// first_left and first_right, and that multiplier and offset are below the number of rows.
 inline void check_table_ids(const char* op, const TtTableIds& table) {
   const bool is_positive = table.rows >= 1 && table.left_outer_rows >= 1 &&
                            table.left_inner_rows >= 1 && table.right_ids >= 1 &&
@@ -392,8 +392,8 @@ struct TtStoredCall {
 };
 
 // Check that the arguments of `tt_count_` are int64, contiguous, on one device, and of sizes that
-// fit each other; return them. Messages have the names of the schema. If there are no lookups,
-// stored_rows of the result is null.
+// fit each other; return them. Messages have the names of the schema. If stored_rows is empty, it
+// is null in the result.
 inline TtCountArgs tt_count_args(const char* op, const Tensor& counted_keys,
                                  const Tensor& stored_rows, const Tensor& first_lookups,
                                  const Tensor& table_of_feature, Tensor* counters) {

@@ -3,10 +3,10 @@
 // pairs, values and plans. The numbers of distinct rows and halves are known on the device only, so
 // grids and buffers have the size of the largest case.
 //
-// A launch serves all tables, so that the number of launches of a pass depends on the kinds of
-// shapes among the tables (TtKernelFlags), not on the number of tables. What differs between tables
-// is in arrays of arguments in device memory (TtTableArgs, TtPair and others), which
-// core/upload.cuh copies there.
+// A launch serves all tables, so that the number of launches depends on the kinds of shapes among
+// the tables (TtKernelFlags), not on the number of tables. What differs between tables is in arrays
+// of arguments in device memory (TtTableArgs, TtPair and others). core/upload.cuh copies them
+// there, with a launch per kLargeUploadWords words.
 #pragma once
 
 #include <algorithm>
@@ -127,7 +127,7 @@ struct TtMemory {
   void assign_backward(TtDeviceBatch* batch, Allocate& allocate) {
     left_grads = allocate(batch->has_left_pairs ? batch->left_floats() : 0);
     right_grads = allocate(batch->has_right_pairs ? batch->right_floats() : 0);
-    partials = allocate(num_chunk_slots(batch->plan.capacity) * batch->right_stride);
+    partials = allocate(num_partial_slots(batch->plan.capacity) * batch->right_stride);
     left_outer_grads = allocate(batch->max_lefts() * batch->max_outer_floats(&TtShape::left));
     right_outer_grads = allocate(batch->max_rights() * batch->max_outer_floats(&TtShape::right));
     for (TtDeviceTable& table : batch->tables) {

@@ -5,9 +5,9 @@
 //
 // `tt_lookup_checked_` and `tt_backward_` are whole passes. The first packs into one tensor
 // (`ForwardState`) what the second also needs: the grouping of the lookups, the plan, copies of
-// cores and the values of halves. Each pass packs its other buffers into a second allocation. The
-// other ops are parts of these passes, for compiled graphs, and for gradients of sample weights and
-// whole cores.
+// cores and the values of halves. Each pass packs its other buffers into a second allocation,
+// except those of the ops of dense tables and of CUB's sort. The other ops are parts of these
+// passes, for compiled graphs, and for gradients of sample weights and whole cores.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -503,8 +503,9 @@ Tensor pool_rows(const TtDeviceBatch& batch, bool has_one_dim, float* rows, int3
 
 // Look up a batch. Return the output, then, if num_saved >= 0, one tensor for tt_backward_, which
 // has the values of all left halves, then, with `check`, the repaired offsets. `check` acts as in
-// bounds_check_: the mode "warning" adds to `violations`, the mode "fatal" traps. The other
-// arguments are those of the CPU, see batch_cpu.cpp.
+// bounds_check_: the mode "warning" adds to `violations`, before feature_tables and the arguments
+// of tbe_lookup are checked, and the mode "fatal" traps. The other arguments are those of the CPU,
+// see batch_cpu.cpp.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
     const Tensor& features, const Tensor& indices, const Tensor& offsets,

@@ -51,7 +51,8 @@ struct TtHalves {
     return half.inner_rank % 4 == 0 && half.rank % 4 == 0 && value_stride % 4 == 0 &&
            is_aligned(outer, 16) && is_aligned(inner, 16) && is_aligned(values, 16);
   }
-  // Write elements n and n + 1 of a line that begins at `line`, if they exist. n must be even.
+  // Write element n of a line that begins at `line`, and element n + 1 if it exists. n must be
+  // even.
   EMB_DEVICE void store_two_of_line(float* line, int n, bool uses_vectors, float first,
                                     float second) const;
   // Return the table's first half whose id within the table is at least `id`, numbered over all

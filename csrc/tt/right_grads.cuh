@@ -40,17 +40,17 @@ EMB_HD int64_t num_chunk_items(int64_t num_rights, int64_t num_rows) {
 // Return the slot for the sum of the first chunk of a half whose first entry in right_rows is
 // `begin`; the other chunks have the next slots. Only halves with several chunks have slots. They
 // have more than kChunkRows rows, so no two of them have a slot in common.
-EMB_HD int64_t first_chunk_slot(int begin) { return 2 * int64_t{begin / kChunkRows}; }
+EMB_HD int64_t first_partial_slot(int begin) { return 2 * int64_t{begin / kChunkRows}; }
 
 // Return the number of slots for `num_rows` rows.
-EMB_HD int64_t num_chunk_slots(int64_t num_rows) { return 2 * (num_rows / kChunkRows) + 2; }
+EMB_HD int64_t num_partial_slots(int64_t num_rows) { return 2 * (num_rows / kChunkRows) + 2; }
 
 // The arguments of the kernels besides TtBatchArgs. All arrays are in device memory; none needs
 // initial values.
 struct RightGradBuffers {
   const float* row_grads;  // [M][row_stride] gradients of the rows
   bool has_vectors;        // row_grads allows vectors, and 32 bits hold all offsets in quads
-  float* partials;         // [num_chunk_slots][right_stride], scratch
+  float* partials;         // [num_partial_slots][right_stride], scratch
   float* value_grads;      // [V][right_stride], an output: gradients of the values of pairs
   int max_tiles;           // maximum of num_right_tiles over the tables
 };
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
     total.store(&sums, num_quads);
     RightGradDestination destination(args, table, buffers, chunk.half);
     if (chunk.num_chunks > 1) {  // write to a slot of partials instead, in the layout of a value
-      const int64_t slot = first_chunk_slot(args.plan.right_segments[chunk.half]) + chunk.index;
+      const int64_t slot = first_partial_slot(args.plan.right_segments[chunk.half]) + chunk.index;
       destination.data = buffers.partials + slot * args.right_stride;
       destination.column_stride = table.rank;
       destination.rank_stride = 1;
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
     if (num_chunks <= 1) continue;
     const TtTableArgs& table = args.table_of_right(v);
     const RightGradDestination destination(args, table, buffers, v);
-    const float* from = buffers.partials + first_chunk_slot(begin) * args.right_stride;
+    const float* from = buffers.partials + first_partial_slot(begin) * args.right_stride;
     const int size = static_cast<int>(table.right_size());
     for (int e = lane; e < size; e += kWarpLanes) {
       float sum = 0.0f;

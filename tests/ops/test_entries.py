@@ -10,7 +10,8 @@ from torch import Tensor
 
 import emblib
 from emblib import optim
-from emblib.ops.codes import POOLING
+from emblib.columns import Hyper
+from emblib.ops.codes import OPTIMIZER, POOLING
 from experiments.measure.process import is_out_of_memory
 from tests.fuzz.calls import CALLS
 
@@ -50,6 +51,21 @@ def test_a_storage_that_was_given_back_is_refused(op: str) -> None:
             message = rf"{op}: argument {at} of the schema needs \d+ bytes, but its storage has"
             with pytest.raises(RuntimeError, match=message):
                 getattr(ops, op)(*changed)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_storages_of_an_optional_list_are_checked(position: int) -> None:
+    """The list `located` is a grouping and the cache slots of its rows."""
+    features = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 0]])
+    batch = (torch.tensor([1, 2, 2]), torch.tensor([0, 3]))
+    groups = ops.tbe_group(features, *batch, None, 10)
+    located = [*groups, torch.full((3,), -1, dtype=torch.int32)]
+    located[position] = _resized(located[position], 0)
+    weights, hyper = torch.zeros(40), torch.zeros(5, dtype=torch.float64)
+    arguments = ([weights], [], hyper, OPTIMIZER["sgd"], torch.ones(1, 4), features, *batch, None)
+    with pytest.raises(RuntimeError, match=r"tbe_backward_: argument 13 .* resized or freed"):
+        ops.tbe_backward_(*arguments, POOLING["sum"], 10, False, None, located)
+    assert hyper[Hyper.STEP] == 0
 
 
 # A time, which may be negative, and a number that -1 turns off.

@@ -410,7 +410,8 @@ def test_wrong_segments_are_refused() -> None:
         ((values, torch.tensor([3, 1]), torch.tensor([0]), 0), r"is \[3, 1\)"),
         ((values, starts.float(), order, 5), "starts must be int32 or int64"),
         ((values, starts, order.int(), 5), "order must be int64"),
-        ((torch.tensor(1.0), starts, order, 5), "must have rows"),
+        ((torch.tensor(1.0), starts, order, 5), "must have 1 to 4 dimensions, got 0"),
+        ((torch.zeros(5, 1, 1, 1, 1), starts, order, 5), "segments: values .* 4 dimensions, got 5"),
         ((values, torch.zeros(0, dtype=torch.int64), order, 5), "one entry more"),
     ):
         with pytest.raises(RuntimeError, match=message):
