@@ -188,7 +188,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
-  // Count missing keys in the sketches of an admission, on the CPU.
+  // Count the missing keys of an admission on the CPU, exactly or in sketches.
+  m.def("hash_count_(Tensor(a!)[] index, Tensor keys, Tensor counts, Tensor tables) -> Tensor[]");
   m.def(
       "sketch_count_(Tensor(a!) counters, Tensor layout, Tensor keys, Tensor counts, Tensor tables)"
       " -> Tensor");

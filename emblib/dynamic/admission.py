@@ -5,9 +5,11 @@ have reached their threshold. On a GPU all shapes are static, so the host does n
 device, unless a table has a `FrequencyAdmission.rule`. Sums and maxima of integers do not depend on
 their order, so all devices and numbers of threads decide alike.
 
-**Exact**: a hash table of keys without values, ordered by count (`Eviction.LFU`). An admitted key
-is removed from this table. A key that the table evicted is counted from zero when it is missing
-again; so is a key that found no slot, because keys of the same batch filled its buckets.
+**Exact**: a hash table of keys whose scores are their counts. An admitted key is removed from this
+table. When it is full, it evicts the key that was missing least recently, whatever its count:
+otherwise keys that never return would fill the table in the long run, since any of them has as high
+a count as a new key. An evicted key is counted from zero when it is missing again; so is a key that
+found no slot, because keys of the same batch filled its buckets.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
 2002): `depth` rows of `width` counters. A key has one counter per row, and its count is the
@@ -43,7 +45,6 @@ from emblib.reference.random import mix
 from emblib.specs import (
     CountMinSketch,
     DynamicSpec,
-    Eviction,
     ExactCounter,
     FrequencyAdmission,
     PerFeature,
@@ -51,6 +52,7 @@ from emblib.specs import (
 from emblib.tables import state_dicts
 
 _LOW_31_BITS = 0x7FFFFFFF
+_MAX_LOADED_STAMP = 1 << 32  # leaves room for ticks after it
 _COUNTER_ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
 
 
@@ -103,6 +105,8 @@ class _ExactCounters(nn.Module):
 
     A *counter* is a table of `index`: one per table that counts exactly, and a last one with a
     single bucket, for padding. A batch of selected misses is padded to the number of all misses.
+    The score of an entry is the count of its key, 0 for padding; the order of eviction is
+    `Eviction.LRU`.
 
     Args:
         table_indices: the tables that count exactly; their specs must have an `ExactCounter`.
@@ -111,7 +115,7 @@ class _ExactCounters(nn.Module):
         hash_keys: hash key of each of the T tables.
     """
 
-    counter_of_table: Tensor  # int64 `[T + 1]`; the last counter for tables without one
+    counter_of_table: Tensor  # int64 `[T + 1]`; -1 for tables without a counter, and padding
     counter_numbers: Tensor  # int64 `[counters]`, the tables of `index`: 0, 1, 2, ...
 
     def __init__(
@@ -126,12 +130,12 @@ class _ExactCounters(nn.Module):
         for t in table_indices:
             spec = _admission_of(specs[t]).counter
             assert isinstance(spec, ExactCounter)
-            counters.append(DynamicSpec(spec.capacity, 1, eviction=Eviction.LFU))
-        padding_spec = DynamicSpec(1, 1, eviction=Eviction.LFU)
+            counters.append(DynamicSpec(spec.capacity, 1))
+        index_hash_keys = [*(hash_keys[t] for t in table_indices), 0]
         self.index = HashIndex(
-            [*counters, padding_spec], device, [*(hash_keys[t] for t in table_indices), 0]
+            [*counters, DynamicSpec(1, 1)], device, index_hash_keys, has_scores=True
         )
-        counter_of_table = torch.full((len(specs) + 1,), len(table_indices), device="cpu")
+        counter_of_table = torch.full((len(specs) + 1,), -1, device="cpu")
         counter_of_table[list(table_indices)] = torch.arange(len(table_indices), device="cpu")
         self.register_buffer("counter_of_table", counter_of_table.to(device), persistent=False)
         counter_numbers = torch.arange(len(table_indices) + 1, device=device)
@@ -143,8 +147,8 @@ class _ExactCounters(nn.Module):
         `missing_keys` must be ordered by table, except for padding. `mask` is bool `[L]`.
         """
         length, padding_counter = missing_keys.keys.numel(), self.counter_numbers.numel() - 1
-        tables = self.counter_of_table[missing_keys.tables]
-        is_counted = tables < padding_counter
+        counters = self.counter_of_table[missing_keys.tables]
+        is_counted = counters >= 0
         if mask is not None:
             is_counted = is_counted & mask
         positions = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
@@ -152,7 +156,7 @@ class _ExactCounters(nn.Module):
             values.new_zeros(length + 1).scatter_(0, positions, values)[:length]
             for values in (missing_keys.keys, missing_keys.counts)
         )
-        counters = torch.where(is_counted, tables, padding_counter)
+        counters = torch.where(is_counted, counters, padding_counter)
         sizes = torch.zeros_like(self.counter_numbers).scatter_add_(
             0, counters, torch.ones_like(counters)
         )
@@ -162,21 +166,49 @@ class _ExactCounters(nn.Module):
 
     def count(self, missing_keys: MissingKeys, effects: Effects) -> Tensor:
         """Count the misses, and return their counts so far, int64 `[L]`; 0 for other tables."""
+        if not missing_keys.keys.is_cuda:
+            self.index.begin_insertion(effects)
+            counters = self.counter_of_table[missing_keys.tables]
+            keys, counts, _ = missing_keys
+            results = effects.call_once(
+                hash.hash_count_, self.index.tensors(), keys, counts, counters
+            )
+            if results:  # no counter has to grow
+                only_result: Tensor = results[0]
+                return only_result
         selected_misses = self.select(missing_keys)
-        slots = self.index.insert(
-            selected_misses.batch, selected_misses.counts, effects=effects
-        ).slots
+        counts = self._count_selected(selected_misses, effects)
+        return torch.cat([counts, counts.new_zeros(1)])[selected_misses.positions]
+
+    def _count_selected(self, selected_misses: _SelectedMisses, effects: Effects) -> Tensor:
+        """Count selected misses; return their counts so far, int64 `[L]`, 0 for padding."""
+        inserted = self.index.insert(selected_misses.batch, effects=effects)
+        entry_counts = self.index.entries[:, HashEntryColumn.SCORE]
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         first_slots = first_buckets[hash.segments_of(selected_misses.batch)] * hash.SLOTS_PER_BUCKET
-        scores = self.index.entries[first_slots + slots.clamp(min=0), HashEntryColumn.SCORE]
-        counts = effects.call_once(
-            torch.ops.aten.where.self, slots < 0, selected_misses.counts, scores
-        )
-        return torch.cat([counts, counts.new_zeros(1)])[selected_misses.positions]
+        # A key without a slot writes 0 to the last slot, which is one of the padding counter.
+        has_slot = inserted.slots >= 0
+        last_slot = entry_counts.numel() - 1
+        rows = torch.where(has_slot, first_slots + inserted.slots, last_slot)
+        is_hit = has_slot if inserted.status is None else inserted.status == hash.HIT
+        earlier_counts = torch.where(is_hit, entry_counts[rows], 0)
+        uses = torch.minimum(selected_misses.counts, hash.MAX_USES - earlier_counts)
+        counts: Tensor = effects.call_once(torch.ops.aten.add.Tensor, earlier_counts, uses)
+        stored_counts = torch.where(has_slot, counts, 0)
+        # Once, because another run would undo what an admission has changed since.
+        effects.call_once(torch.ops.aten.index_put_.default, entry_counts, [rows], stored_counts)
+        return counts
 
     def forget(self, missing_keys: MissingKeys, mask: Tensor) -> None:
         """Remove from the counters the missing keys that `mask`, bool `[L]`, marks."""
-        self.index.erase(self.select(missing_keys, mask).batch)
+        if missing_keys.keys.is_cuda:
+            self.index.erase(self.select(missing_keys, mask).batch)
+            return
+        counters = self.counter_of_table[missing_keys.tables]
+        (positions,) = (mask & (counters >= 0)).nonzero(as_tuple=True)
+        boundaries = torch.arange(self.counter_numbers.numel() + 1, device="cpu")
+        starts = torch.searchsorted(counters[positions], boundaries)
+        self.index.erase(hash.Keys(missing_keys.keys[positions], starts, self.counter_numbers))
 
     def counts(self, counter: int) -> tuple[Tensor, Tensor]:
         """Return the keys of a counter and their counts, int64 `[n]`, sorted as in checkpoints."""
@@ -190,13 +222,16 @@ class _ExactCounters(nn.Module):
     ) -> None:
         """Replace the counts of a counter; lower counts are left out first if not all find a slot.
 
+        The counter evicts these keys before any that it counts from now on, lower counts first.
+
         Args:
             counter: number of the counter.
             keys: int64 `[n]`, distinct (not checked).
             counts: int64 `[n]`.
             hash_key: new hash key of the counter; None keeps the current one.
         """
-        stamps = torch.full((keys.numel(),), self.index.tick, device="cpu")
+        # Times of use are not saved. The tick becomes at least the largest stamp.
+        stamps = counts.cpu().clamp(max=_MAX_LOADED_STAMP)
         target = loading.TableTarget(self.index, counter, "the counter", {}, hash_key=hash_key)
         loading.replace_unchecked(target, Entries(keys.cpu(), stamps, counts.cpu(), {}))
 

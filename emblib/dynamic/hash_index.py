@@ -89,6 +89,8 @@ class HashIndex(nn.Module):
         hash_keys: signed 64-bit number per table, on which its hash depends; see
             `emblib.dynamic.keys.hash_key_of`. None is 0 for all: then anyone can construct keys
             that all share their buckets.
+        has_scores: whether entries have a score even if the order of eviction has none; the owner
+            of the index writes these scores.
 
     Attributes:
         order: order of eviction of all tables, one of `emblib.ops.hash.ORDERS`.
@@ -115,6 +117,8 @@ class HashIndex(nn.Module):
         specs: Sequence[DynamicSpec],
         device: torch.device | str | None = None,
         hash_keys: Sequence[int] | None = None,
+        *,
+        has_scores: bool = False,
     ) -> None:
         super().__init__()
         self.specs = tuple(specs)
@@ -135,16 +139,15 @@ class HashIndex(nn.Module):
         device = torch.empty(0, device=device).device
         check_device(device)
         ops.require_kernels(device)
-        self._allocate(device)
+        self._allocate(device, 3 if has_scores or self.order in SCORED_ORDERS else 2)
         self.clear()
 
-    def _allocate(self, device: torch.device) -> None:
+    def _allocate(self, device: torch.device, num_columns: int) -> None:
         num_slots = sum(spec.rows for spec in self.specs)
         self._first_slots = [0]
         for spec in self.specs:
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         self.versions = SlotVersions(self._first_slots)
-        num_columns = 3 if self.order in SCORED_ORDERS else 2
         used_share = sum(spec.buckets for spec in self.specs) * SLOTS_PER_BUCKET / max(num_slots, 1)
         entries = memory.reserve(num_slots * num_columns, torch.int64, device, used_share).view(
             num_slots, num_columns
@@ -207,6 +210,11 @@ class HashIndex(nn.Module):
         )
         self.clock.zero_()
         self.counters.zero_()
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether entries have a score."""
+        return self.entries.shape[1] > HashEntryColumn.SCORE
 
     @property
     def hash_keys(self) -> Tensor:
@@ -486,11 +494,7 @@ class HashIndex(nn.Module):
             is_used &= entries[:, HashEntryColumn.STAMP] >= since
         slots = is_used.nonzero().view(-1)
         used_entries = entries[slots]
-        scores = (
-            used_entries[:, HashEntryColumn.SCORE].clone()
-            if entries.shape[1] > HashEntryColumn.SCORE
-            else None
-        )
+        scores = used_entries[:, HashEntryColumn.SCORE].clone() if self.has_scores else None
         return ExportedEntries(
             used_entries[:, HashEntryColumn.KEY].clone(),
             slots,
@@ -686,20 +690,22 @@ class HashIndex(nn.Module):
 
     def copy_to(self, device: torch.device) -> "HashIndex":
         """Return a copy on another device; slots that were found in this index are stale there."""
-        copied = HashIndex(self.specs, device)
+        copied = HashIndex(self.specs, device, has_scores=self.has_scores)
         copied.restore(self.snapshot())
         copied.versions.current = self.versions.current + 1
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HashIndex":
         refuse_averages()
-        copied = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
+        specs = copy.deepcopy(self.specs, memo)
+        copied = HashIndex(specs, self.tags.device, has_scores=self.has_scores)
         copied.restore(self.snapshot())
         copied.versions.current = self.versions.current
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.specs, str(self.tags.device), self.snapshot(), self.versions.current)
+        device, version = str(self.tags.device), self.versions.current
+        return _rebuild, (self.specs, device, self.snapshot(), version, self.has_scores)
 
     def extra_repr(self) -> str:
         """Return capacities and eviction."""
@@ -715,9 +721,13 @@ def _with_hash_keys(tables: Tensor) -> Tensor:
 
 
 def _rebuild(
-    specs: tuple[DynamicSpec, ...], device: str, snapshot: Mapping[str, Any], version: int
+    specs: tuple[DynamicSpec, ...],
+    device: str,
+    snapshot: Mapping[str, Any],
+    version: int,
+    has_scores: bool = False,  # arguments that pickles of before lack
 ) -> HashIndex:
-    index = HashIndex(specs, device)
+    index = HashIndex(specs, device, has_scores=has_scores)
     index.restore(snapshot)
     index.versions.current = version
     return index

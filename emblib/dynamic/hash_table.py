@@ -143,7 +143,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @property
     def _has_scores(self) -> bool:
-        return self.index.order in hash.SCORED_ORDERS
+        return self.index.has_scores
 
     def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
         memory.advise_growth(

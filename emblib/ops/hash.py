@@ -113,11 +113,19 @@ outside of it, such as -1, mean no row.
   `values` is a list, e.g. of weights and states, and so are the rows. Its other arguments are those
   of `InsertResult`. It must be called before the rows of new keys are written
 
-`sketch_count_(counters, layout, keys, counts, tables)`, on the CPU only, counts missing keys in the
-count-min sketches of an admission. `counters` uint8 | int32 | int64 `[n]` are all sketches, and
-`layout` int64 `[T, 5]` says where each is (`emblib.columns.SketchColumn`). `keys` int64 `[L]` are
-distinct within their table in `tables` int64 `[L]`; `counts` int64 `[L]` are their uses. Returns
-the uses of each key so far, int64 `[L]`, at most the threshold of its table.
+The last two ops count the missing keys of an admission, on the CPU only. `keys` int64 `[L]` are
+distinct within their table in `tables` int64 `[L]`; `counts` int64 `[L]` are their uses.
+
+`hash_count_(index, keys, counts, tables)` counts in an index whose entries have scores, the counts,
+but are evicted in the order "lru"; it advances the clock. Keys of a negative table are not counted.
+Returns a list with the count of each key so far, int64 `[L]`: 0 without a table, and the uses of
+this call alone for a key that was not in the index. Returns an empty list, and changes nothing, if
+a table would have to grow.
+
+`sketch_count_(counters, layout, keys, counts, tables)` counts in count-min sketches. `counters`
+uint8 | int32 | int64 `[n]` are all sketches, and `layout` int64 `[T, 5]` says where each is
+(`emblib.columns.SketchColumn`). Returns the uses of each key so far, int64 `[L]`, at most the
+threshold of its table.
 
 Every op is deterministic: the same bytes on any number of threads, on any device. The definition is
 `emblib.reference.hash`. Sources: linear hashing (Litwin, 1980), the power of two choices (Azar et
@@ -261,6 +269,7 @@ hash_start_rows_ = torch.ops.emblib.hash_start_rows_.default
 hash_write_rows_ = torch.ops.emblib.hash_write_rows_.default
 hash_add_rows_ = torch.ops.emblib.hash_add_rows_.default
 hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
+hash_count_ = torch.ops.emblib.hash_count_.default  # on the CPU only
 sketch_count_ = torch.ops.emblib.sketch_count_.default  # on the CPU only
 
 
@@ -414,6 +423,11 @@ def _(
     rows = [v.new_empty(n, v.size(1)) for v in values]
     stamps, scores, count = slots.new_empty(n), slots.new_empty(n), slots.new_empty(1)
     return torch.empty_like(slots), rows, stamps, scores, count
+
+
+@torch.library.register_fake("emblib::hash_count_")
+def _(index: list[Tensor], keys: Tensor, counts: Tensor, tables: Tensor) -> list[Tensor]:
+    return [torch.empty_like(keys)]
 
 
 @torch.library.register_fake("emblib::sketch_count_")

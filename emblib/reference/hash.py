@@ -5,8 +5,8 @@ a batch, a list of (table, key) by position, then `grow` and `insert` with its m
 `erase`, `expire` and `shrink` are separate calls. `index` returns the same state as the tensors of
 `emblib.ops.hash`, whose docstring defines terms; `HashModel.of` reads them. Keys, stamps and scores
 are signed: an unsigned id is the int64 of the same bits. `initial_row` defines the row of a new
-key, `sketch_count_` the counts of an admission. The kernels of `csrc/hash` share no code and no
-data structure with this file.
+key, `HashModel.count` and `sketch_count_` the counts of an admission. The kernels of `csrc/hash`
+share no code and no data structure with this file.
 
 The rules:
 
@@ -396,6 +396,26 @@ class HashModel:
         """Return whether a new key ranks too low to evict an entry of rank `candidate_rank`."""
         return self.insert_policy == "competes" and self._rank(entry) < candidate_rank
 
+    def count(self, batch: Batch, uses: Sequence[int]) -> list[int]:
+        """Count the keys of a batch, distinct in each table, whose entries have counts as scores.
+
+        Returns the counts so far. The count of a key that gets no slot is lost.
+        """
+        no_scores = [0] * len(self.tables)
+        slots = self.touch(batch, uses, no_scores)
+        misses = self.misses(batch, slots, uses)
+        self.grow(misses)
+        self.insert(misses, no_scores)
+        counts = []
+        for (t, key), slot, num_uses in zip(batch, slots, uses, strict=True):
+            new_slot = self.tables[t].find(key)
+            entry = self.tables[t].slots[new_slot] if new_slot >= 0 else None
+            earlier_uses = entry.score if entry is not None and slot >= 0 else 0
+            counts.append(min(earlier_uses + num_uses, MAX_USES))
+            if entry is not None:
+                entry.score = counts[-1]
+        return counts
+
     # Changes outside of training batches
 
     def erase(self, batch: Batch) -> list[int]:
@@ -465,9 +485,12 @@ class HashModel:
 
     # Conversion to and from tensors
 
-    def index(self) -> list[Tensor]:
-        """Return `[tags, entries, tables, clock, counters]`; words of empty slots are 0."""
-        num_words = 3 if self.order in ("lfu", "lru_lfu", "assigned") else 2
+    def index(self, *, has_scores: bool = False) -> list[Tensor]:
+        """Return `[tags, entries, tables, clock, counters]`; words of empty slots are 0.
+
+        Entries have a score if the order does, or if `has_scores`.
+        """
+        num_words = 3 if has_scores or self.order in ("lfu", "lru_lfu", "assigned") else 2
         # Arrays, because a tensor of a long list takes ten times as long.
         tags, entries = array("B"), array("q")
         for table in self.tables:

@@ -110,8 +110,9 @@ class ExactCounter:
     """Count the uses of up to `capacity` keys.
 
     `capacity` must be an int (else TypeError) of at least 1 (else ValueError), and is rounded up to
-    a multiple of 32. In a full counter a new key evicts the key with the lowest count, and that
-    count is lost.
+    a multiple of 32. In a full counter a new key evicts the key that was used least recently, and
+    that key's count is lost. So give it room for the keys without a row that come between the first
+    use of a key and the one that reaches the threshold.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from emblib.dynamic.admission import Admission, MissingKeys, missing_keys_of
 from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.module import DynamicEmbeddingBags
-from emblib.ops.hash import Keys, Misses
+from emblib.ops.hash import Keys, Misses, hash_count_
 from emblib.ops.hash import sketch_count_ as native_sketch_count_
 from emblib.reference.hash import sketch_count_
 from emblib.specs import CountMinSketch, DynamicSpec, ExactCounter, FrequencyAdmission
-from tests.hash_cases import unmix
+from tests.hash_cases import Tables, unmix
 
 EDGES = [0, -1, -4, 4, -(2**63), 2**63 - 1]
 BATCH = list[tuple[int, int]]  # (table, key) of each position, table after table
@@ -126,15 +126,91 @@ def test_empty_batches_are_nothing(device: torch.device) -> None:
     assert admitted.shape == (0,)
 
 
-def test_the_least_counted_give_way(device: torch.device) -> None:
-    """In a counter of one bucket, 32 new keys leave those that were seen twice."""
+def test_keys_missing_longest_ago_give_way(device: torch.device) -> None:
+    """In a counter of one bucket, 12 new keys leave those that were missing last."""
     admission = Admission([spec(ExactCounter(32), 10)], device)
     admitted_of(admission, [(0, key) for key in range(20)] * 2, device)
     admitted_of(admission, [(0, key) for key in range(100, 112)], device)
     admitted_of(admission, [(0, key) for key in range(200, 212)], device)
     keys, counts = admission.counts(0)
     held = dict(zip(keys.tolist(), counts.tolist(), strict=True))
-    assert held == {**dict.fromkeys(range(20), 2), **dict.fromkeys(range(200, 212), 1)}
+    kept = {**dict.fromkeys(range(12, 20), 2), **dict.fromkeys(range(100, 112), 1)}
+    assert held == {**kept, **dict.fromkeys(range(200, 212), 1)}
+
+
+def test_keys_that_never_return_do_not_fill_a_counter(device: torch.device) -> None:
+    """A key is admitted at its third use after any number of keys that have two, or one."""
+    admission = Admission([spec(ExactCounter(1024))], device)
+    generator = torch.Generator().manual_seed(0)
+    often: list[torch.Tensor] = []
+    for step in range(120):
+        new = torch.randint(-(2**63), 2**63 - 1, (90,), generator=generator)
+        often.append(new[:10])
+        again = often[-4:-8:-3]  # three and six steps ago
+        twice = new[10:20].repeat(2)
+        keys = torch.cat([new[:10], *again, twice, new[20:]]).tolist()
+        admitted = admitted_of(admission, [(0, key) for key in keys], device)
+        if step >= 6:
+            assert [key for (_, key), ok in admitted.items() if ok] == often[-7].tolist()
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_exact_counts_are_those_of_the_reference(*, queues: bool) -> None:
+    """Full and growing tables, keys of no table, counts that saturate."""
+    tables = Tables(((1, 1, 1024), (2, 3, 1024)), "lru", hash_keys=(5, -7), queues=queues)
+    model = tables.model()
+    index = [*model.index(has_scores=True), *tables.index()[5:]]
+    generator = torch.Generator().manual_seed(3)
+    outcomes = Counter[str]()
+    for step in range(40):
+        rows = torch.randperm(140, generator=generator)[: 3 * step + 5]
+        numbers = torch.randint(-1, 2, rows.shape, generator=generator).sort().values
+        uses = torch.randint(0, 4, rows.shape, generator=generator)
+        uses[::7] = 2**62
+        keys = torch.where(rows < 6, torch.tensor(EDGES)[rows.clamp(max=5)], rows * 7919)
+        before = [tensor.clone() for tensor in index]
+        results = hash_count_(index, keys, uses, numbers)
+        counted = [n for n, number in enumerate(numbers.tolist()) if number >= 0]
+        batch = [(int(numbers[n]), int(keys[n])) for n in counted]
+        want = torch.zeros_like(keys)
+        grown = model.tables[1].buckets
+        want[counted] = torch.tensor(model.count(batch, uses[counted].tolist()), dtype=torch.int64)
+        if model.tables[1].buckets > grown:
+            assert results == []
+            assert all(map(torch.equal, before, index))
+            index = [*model.index(has_scores=True), *tables.index()[5:]]
+            outcomes["declined"] += 1
+            continue
+        assert torch.equal(results[0], want)
+        tags, entries, *rest = model.index(has_scores=True)
+        assert torch.equal(index[0], tags)
+        assert torch.equal(index[1][tags != 0], entries[tags != 0])
+        assert all(map(torch.equal, index[2:5], rest))
+        outcomes["saturated"] += int((want == 2**63 - 1).sum())
+    outcomes.update(model.tables[0].counters)
+    assert all(outcomes[name] for name in ("declined", "saturated", "refused", "evicted"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tables": torch.tensor([0, 2])}, "tables must be below 2, got 2"),
+        ({"counts": torch.tensor([1])}, "counts must be a contiguous vector of one number per key"),
+        ({"keys": torch.tensor([1, 2], dtype=torch.int32)}, "keys must be int64"),
+        ({"has_scores": False}, r"entries must have scores, \[S, 3\]"),
+    ],
+)
+def test_wrong_arguments_of_exact_counts_are_refused(
+    wrong: dict[str, Tensor | bool], message: str
+) -> None:
+    has_scores = wrong.pop("has_scores", True)
+    index = Tables(order="lru").model().index(has_scores=bool(has_scores))
+    before = [tensor.clone() for tensor in index]
+    ones = torch.ones(2, dtype=torch.int64)
+    arguments = {"keys": torch.tensor([4, 5]), "counts": ones, "tables": ones, **wrong}
+    with pytest.raises(RuntimeError, match=message):
+        hash_count_(index, *arguments.values())
+    assert all(map(torch.equal, before, index))
 
 
 def test_a_full_counter_decides_by_the_batch_alone(device: torch.device) -> None:

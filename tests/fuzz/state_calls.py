@@ -218,8 +218,8 @@ _HASH_OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _same_index(got: Sequence[Tensor], model: HashModel) -> None:
-    tags, entries, *rest = model.index()
+def _same_index(got: Sequence[Tensor], model: HashModel, *, has_scores: bool = False) -> None:
+    tags, entries, *rest = model.index(has_scores=has_scores)
     assert torch.equal(got[0], tags)
     assert torch.equal(got[1][tags != 0], entries[tags != 0])
     for mine, theirs in zip(got[2:], rest, strict=True):
@@ -550,6 +550,30 @@ def _sketch_count(draw: random.Random) -> Call:
     return Call("sketch_count_", (counters, *rest), check)
 
 
+def _hash_count(draw: random.Random) -> Call:
+    generator = torch.Generator().manual_seed(drawn_seed(draw))
+    tables = hash_cases.Tables(((1, 1, 1024), (2, 2, 1024)), hash_keys=(3, -9))
+    model = tables.model()
+    for _ in range(draw.randint(0, 3)):
+        rows = torch.randperm(90, generator=generator)[:40].tolist()
+        model.count([(draw.randrange(2), row) for row in rows], [1] * len(rows))
+    keys = torch.randperm(90, generator=generator)[: draw.choice([0, 1, 60])]
+    numbers = torch.randint(-1, 2, keys.shape, generator=generator)
+    uses = torch.randint(0, 2 ** draw.choice([2, 63]) - 1, keys.shape, generator=generator)
+    index = model.index(has_scores=True)
+
+    def check(arguments: Arguments, got: Any) -> None:
+        order = numbers.argsort(stable=True)
+        order = order[numbers[order] >= 0]
+        batch = list(zip(numbers[order].tolist(), keys[order].tolist(), strict=True))
+        want = torch.zeros_like(keys)
+        want[order] = torch.tensor(model.count(batch, uses[order].tolist()), dtype=torch.int64)
+        same(got[0], want)
+        _same_index(arguments[0], model, has_scores=True)
+
+    return Call("hash_count_", (index, keys, uses, numbers), check)
+
+
 def _tier_swap(draw: random.Random) -> Call:
     drawn = test_tiers.draw_swap(draw.choice(FLOATS), draw.choice([1, 6]), draw.choice([0, 1, 90]))
     buffers, *rest = drawn
@@ -661,6 +685,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_add_rows_": _hash_add_rows,
     "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
+    "hash_count_": _hash_count,
     "sketch_count_": _sketch_count,
     "tier_insert_batch_": _tier_insert_batch,
     "tier_find_batch_": _tier_find_batch,

@@ -271,6 +271,9 @@ def test_opcheck() -> None:
     counters, layout = torch.zeros(8, dtype=torch.uint8), torch.tensor([(0, 4, 2, 3, 5)])
     sketched = (counters, layout, ids, torch.ones_like(ids), torch.zeros_like(ids))
     torch.library.opcheck(torch.ops.emblib.sketch_count_.default, sketched, test_utils=checks)
+    counter = HashIndex([DynamicSpec(32, 1)], has_scores=True)
+    counted = (counter.tensors(), *sketched[2:])
+    torch.library.opcheck(torch.ops.emblib.hash_count_.default, counted, test_utils=checks)
     stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
     records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
     indices = [tensor for store in stores for tensor in store]

@@ -62,6 +62,7 @@ SHORT = (
     "tests/ops/test_tt_precision.py::test_stochastic_rounding_is_unbiased",
     "tests/ops/test_route.py::test_keys_go_where_checkpoints_have_them",
     "tests/dynamic/test_admission.py::test_sketches_are_count_min",
+    "tests/dynamic/test_admission.py::test_keys_missing_longest_ago_give_way",
     "tests/dynamic/test_key_status.py",
     "tests/dynamic/test_expiry.py::test_steps_count_and_custom_scores_stay",
     "tests/dynamic/test_expiry.py::test_scores_are_set_where_they_are_used",

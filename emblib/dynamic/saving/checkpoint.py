@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.columns import HashEntryColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK
 from emblib.dynamic.saving import dumps, fallback, loading
@@ -224,7 +223,7 @@ def _gather(rows: Rows, order: Tensor) -> Tensor:
 def state_names(state: DynamicState) -> list[str]:
     """Return the names that `write_state` writes."""
     entry_names = ["keys", "stamps", *state.table_rows(0)] if state.specs else []
-    if state.index.entries.shape[1] > HashEntryColumn.SCORE:
+    if state.index.has_scores:
         entry_names.append("scores")
     names = [f"{name}.{entry_name}" for name in state.table_names for entry_name in entry_names]
     for t, name in enumerate(state.table_names):

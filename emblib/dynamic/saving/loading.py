@@ -20,7 +20,7 @@ from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows, SelectedRows
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash
-from emblib.ops.hash import SCORED_ORDERS, SLOTS_PER_BUCKET, Keys
+from emblib.ops.hash import SLOTS_PER_BUCKET, Keys
 from emblib.reference.random import GOLDEN_RATIO, mix
 
 # Not measured.
@@ -293,7 +293,7 @@ def export(target: TableTarget, since: int | None = None) -> Entries:
 def check(target: TableTarget, entries: Entries) -> None:
     """Raise ValueError if entries do not fit a table, before anything is written."""
     _check_rows(target, entries)
-    if target.index.order in SCORED_ORDERS and entries.scores is None and len(entries):
+    if target.index.has_scores and entries.scores is None and len(entries):
         raise ValueError(
             f"the order of {target.name!r} is {target.index.order!r}, which needs a score for each "
             "key, and these entries have none; give them with dataclasses.replace(entries, "
@@ -544,7 +544,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
     placed_entries = (slots >= 0).nonzero().view(-1)
-    scores = entries.scores if index.order in SCORED_ORDERS else None
+    scores = entries.scores if index.has_scores else None
     index.set_entries(
         target.table,
         slots[placed_entries].to(device),
