@@ -704,8 +704,7 @@ class HashIndex(nn.Module):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        device, version = str(self.tags.device), self.versions.current
-        return _rebuild, (self.specs, device, self.snapshot(), version, self.has_scores)
+        return _rebuild, (self.specs, str(self.tags.device), self.snapshot(), self.versions.current)
 
     def extra_repr(self) -> str:
         """Return capacities and eviction."""
@@ -721,12 +720,9 @@ def _with_hash_keys(tables: Tensor) -> Tensor:
 
 
 def _rebuild(
-    specs: tuple[DynamicSpec, ...],
-    device: str,
-    snapshot: Mapping[str, Any],
-    version: int,
-    has_scores: bool = False,  # arguments that pickles of before lack
+    specs: tuple[DynamicSpec, ...], device: str, snapshot: Mapping[str, Any], version: int
 ) -> HashIndex:
+    has_scores = any(entries.shape[1] > HashEntryColumn.SCORE for entries in snapshot["entries"])
     index = HashIndex(specs, device, has_scores=has_scores)
     index.restore(snapshot)
     index.versions.current = version
