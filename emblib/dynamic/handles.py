@@ -182,12 +182,12 @@ class DynamicTable:
         return self._run_on_all_ranks("statistics_by_rank", merge_local)
 
     def bucket_fill(self) -> list[int]:
-        """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
+        """Return how many buckets of the fast tier have 0, 1, ... 32 keys; [] without a shard."""
         fill_by_shard = self._map_shards("bucket_fill", dynamic_state.bucket_fill)
         return [sum(counts) for counts in zip(*fill_by_shard, strict=True)]
 
     def step(self) -> int:
-        """Return the number of training forwards of the table."""
+        """Return the number of training forwards of its module, those before a load included."""
         return max(self._map_shards("step", lambda state, index: state.index.tick), default=0)
 
     # Keys
@@ -229,12 +229,12 @@ class DynamicTable:
             custom_score_for(self.name, self.spec.eviction, score)
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
-        """Set scores of single keys, for `Eviction.CUSTOM`; return which are present, bool `[n]`.
+        """Set scores of single keys, for `CUSTOM` and `STEP`; return which are present, bool `[n]`.
 
         Keys of a batch never evict each other, so a call right after the forward has the effect of
         scores per lookup. E.g. with one feature of ids and one of their scores, pass the values of
         both features. A key that occurs more than once, on any rank, gets the largest of its
-        scores; the next batch that uses it assigns the score of `set_score` again.
+        scores; the next batch that uses it assigns the score of that batch again.
 
         Args:
             keys: keys of this rank.
@@ -338,8 +338,8 @@ class DynamicTable:
 
         Raises:
             TypeError: `rows` is not an int.
-            ValueError: `rows` is less than `initial_capacity`, the table is on CUDA, or it evicts
-                no keys.
+            ValueError: `rows` is below `initial_capacity`, both rounded up to multiples of 32 per
+                shard; the table is on CUDA; or it evicts no keys.
         """
         counts = self._map_shards(
             "shrink",
@@ -456,6 +456,8 @@ class DynamicTable:
 
     def apply_changes(self, changes: TableChanges) -> Loaded:
         """Apply the changes of another table to this copy of it; a warning counts lost keys.
+
+        The eviction log restarts.
 
         Raises:
             TypeError: the argument is not `TableChanges`.

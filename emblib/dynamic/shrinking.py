@@ -36,7 +36,7 @@ from emblib.specs import SLOTS_PER_BUCKET, check_count
 
 @of_state
 def shrink(state: DynamicState, table: int | str, rows: int) -> int:
-    """Shrink a table to `rows` rows, rounded up to a multiple of 32, and return its memory.
+    """Shrink a table to `rows` rows, rounded up to a multiple of 32, and free their memory.
 
     Nothing changes if the table has no more rows than that. If its keys do not fit, the
     lowest-ranked ones are evicted, to the backing store if there is one. The table may grow again.
@@ -50,9 +50,9 @@ def shrink(state: DynamicState, table: int | str, rows: int) -> int:
         The number of evicted keys.
 
     Raises:
-        ValueError: `rows` is less than `initial_capacity`, the table is on CUDA, where its memory
-            is allocated for its whole capacity, or it evicts no keys; all of these also if it has
-            no more rows than `rows`.
+        ValueError: `rows` is below 1, or below `initial_capacity` when both are rounded up; the
+            table is on CUDA, where its memory is allocated for its whole capacity; or it evicts no
+            keys. All of these also if it has no more rows than `rows`.
         KeyError, IndexError: there is no such table.
         TypeError: `rows` is not an int.
         Exception: the backing store raised it.

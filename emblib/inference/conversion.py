@@ -69,13 +69,13 @@ def for_inference(
             takes the same batches.
         formats: format of the rows of all tables, or of each; None keeps the dtype of the rows
             (float32 for one that no format has), or their format where they are quantised already.
-        output_dtype: dtype of the output; None is the output dtype of `source`.
+        output_dtype: float32, float16 or bfloat16; None is the output dtype of `source`.
 
     Raises:
-        TypeError: `source` has another type, its tables are read-only already, or a table has rows
-            on other ranks.
-        ValueError: the format does not hold the rows, quantised rows have another format, or there
-            is not one format per table.
+        TypeError: `source` or `formats` has another type, the tables are read-only already, or a
+            table has rows on other ranks.
+        ValueError: a format is unknown or does not hold the rows, quantised rows have another one,
+            there is not one format per table, or `output_dtype` is another dtype.
 
     Example:
         >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(1_000, 16, name="item")])

@@ -45,7 +45,7 @@ ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags | ComposedEmbeddingBa
 
 
 class RowsByKey(NamedTuple):
-    """The keys and rows of a dynamic table, and the rows that other keys read.
+    """Copies on the CPU of the keys and rows of a dynamic table, and the rows that other keys read.
 
     Attributes:
         keys: int64 `[n]`, ascending.
@@ -191,6 +191,8 @@ class ServedFeature(NamedTuple):
 class InferenceCollection(nn.Module):
     """Base of collections for inference: their parts, and the features that each looks up.
 
+    The constructor has the parts name the features in their warnings and errors.
+
     Args:
         features: features of the collection, in the order of its output.
         parts: read-only tables, each with the positions in `features` of its features, in order.
@@ -284,7 +286,8 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
             KeyError: the batch lacks a feature of a table.
             RuntimeError: an id or length is invalid, with `BoundsCheck.FATAL`; for some lengths
                 also with WARNING (see `BoundsCheck`).
-            TypeError: the ids have another dtype than those of the collection that was converted.
+            TypeError: `features` is no KeyedJaggedTensor, or the ids are not int32 or int64; uint64
+                is allowed too if all tables are dynamic.
             ValueError: features differ in their number of bags, a weighted collection gets no
                 weights, or the ids are not one-dimensional.
         """
@@ -364,7 +367,8 @@ def convert(
 
     Raises:
         TypeError: the rows of a table cannot be read.
-        ValueError: the numbers of formats and tables differ, or quantised rows have another format.
+        ValueError: a format is unknown or does not hold the rows, the numbers of formats and tables
+            differ, quantised rows have another format, or `output_dtype` is another dtype.
     """
     configs, readers = configs_of(source), readers_of(source)
     features = table_features(configs)

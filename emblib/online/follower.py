@@ -284,7 +284,7 @@ class LogFollower:
                 f"the log does not have the run that the tables at step {self._step} are of, or "
                 "they do not name it: the trainer may have given it up, so all rows are loaded "
                 "from the log first. Freeze tables while their ChangeLog is open, or pass its run=",
-                stacklevel=4,
+                stacklevel=caller_level(),
             )
         log_starts = [record for record in first_records if record.is_whole or record.sequence == 1]
         if generation is None or any(
@@ -451,7 +451,8 @@ class _Log:
             replaced by the rows of `pending[0]`, which has all of them.
         has_skipped: whether the last record was skipped, as it precedes the first with all rows.
         last_ranks: rank, and number of the trainer's ranks, of the last record; None before the
-            first. Records of another number of ranks than logs are skipped: it has changed since.
+            first. Records of another number of ranks than there are logs are skipped: the trainer
+            had that many ranks before.
     """
 
     def __init__(self, source: Sink, num_ranks: int) -> None:

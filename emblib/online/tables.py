@@ -67,8 +67,7 @@ class ModelTables:
     Attributes:
         tables: the tables, each once, without dynamic ones.
         calls: the modules that look up tables, dynamic ones too, with the table of each feature.
-        other_kinds: kind of each table that is neither in `tables` nor dynamic, e.g. "tensor
-            trains", by name.
+        other_kinds: kind, e.g. "tensor trains", by name of the tables of other kinds.
         ranks: the ranks over which the model is sharded.
     """
 
@@ -90,7 +89,8 @@ def find_tables(model: nn.Module) -> ModelTables:
     whose ids an index may map to rows, are not listed.
 
     Raises:
-        ValueError: the collections of the model are sharded over different numbers of ranks.
+        ValueError: this rank has another number, or is one of another number of ranks, in two
+            collections of the model.
     """
     model_tables = ModelTables()
     sharded = [module for module in model.modules() if isinstance(module, ShardedTables)]

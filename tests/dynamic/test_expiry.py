@@ -16,6 +16,7 @@ import torch
 
 from emblib import (
     BackingStore,
+    CountMinSketch,
     DiskRows,
     DynamicEmbeddingBags,
     EmbeddingBagCollection,
@@ -410,6 +411,22 @@ def test_dumps_of_other_ttls_have_no_ages(tmp_path: Path) -> None:
     assert other.expire_keys() == {"items": 0}
     clock.seconds += 7201
     assert other.expire_keys() == {"items": 2}
+
+
+def test_a_refused_dump_leaves_the_ages_of_keys(tmp_path: Path) -> None:
+    def counted(width: int) -> DynamicEmbeddingBags:
+        admission = FrequencyAdmission(1, CountMinSketch(width))
+        spec = DynamicSpec(64, 4, name="items", ttl=HOUR, admission=admission)
+        return DynamicEmbeddingBags([spec], optim.SGD(0.1))
+
+    module, clock = counted(2048), Clock()
+    module.set_clock(clock)
+    use(module, 1, 2)
+    counted(1024).save(tmp_path)
+    with pytest.raises(ValueError, match="sketches"):
+        module.load(tmp_path)
+    clock.seconds += 9999
+    assert module.expire_keys() == {"items": 2}
 
 
 def test_the_maximum_over_ranks_is_true_of_each() -> None:

@@ -313,7 +313,8 @@ def state_problems(
 ) -> Iterator[str]:
     """Yield messages of the invalid entries of a module in a state dict, without its children.
 
-    Each tensor of a wrong dtype or shape has a message; of other problems only the first has one.
+    Every entry that is wrong by itself has a message. Only if there is none, entries are checked
+    together, up to the first problem.
     """
     saved_entries = state_dicts.entries_under(prefix, state_dict)
     problems = [
@@ -365,7 +366,8 @@ def _tensor_problems(state: DynamicState, saved_entries: Mapping[str, Any]) -> I
 def _entries_in(state: DynamicState, saved_entries: Mapping[str, Tensor]) -> dict[int, Entries]:
     """Return the entries of the tables whose keys a state dict has.
 
-    Keys without stamps count as used at the tick to which the load sets the clock.
+    Keys without stamps count as used at the saved tick; or now, if that is later and some tables
+    are not loaded.
     """
     entries_by_table = {}
     tick = max(1, int(saved_entries.get(CLOCK, 0)))
@@ -505,16 +507,11 @@ def replace_tables(
 
 @of_state
 def set_child_state(
-    state: DynamicState, saved_states: Mapping[str, Tensor], directory: str | Path
+    state: DynamicState, state_by_child: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Load the children of a module; children without a saved state stay as they are.
-
-    Raises:
-        DumpMismatchError: the state in `directory` does not fit, before anything is changed.
-    """
-    state_by_child = check_child_state(state, saved_states, directory)
+    """Load what `check_child_state` returned; children without a saved state stay as they are."""
     for child, child_module in state.child_modules().items():
-        if state_by_child[child]:
+        if state_by_child.get(child):
             child_module.load_state_dict(state_by_child[child])
 
 
@@ -523,7 +520,8 @@ def check_child_state(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the saved state of each child of a module, after checking it; {} for none.
 
-    `saved_states` has them by `<child>.<name>`. Times of use for other times to live are dropped.
+    `saved_states` has them by `<child>.<name>`. Times of use are dropped if the module has another
+    number of ttls that are times.
 
     Raises:
         DumpMismatchError: the state in `directory` does not fit.

@@ -380,7 +380,8 @@ def read_parts(directory: str | Path) -> list[PartReader]:
     """Return readers of all parts of the dump in a directory, by rank.
 
     Raises:
-        DumpError: there is none, a part is missing, or parts are of different dumps.
+        DumpError: there is none, a part is missing, its manifest is damaged, or parts are of
+            different dumps.
     """
     directory = Path(directory).expanduser()
     paths = sorted(directory.glob("part_*_of_*.json")) if directory.is_dir() else []

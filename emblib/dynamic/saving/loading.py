@@ -89,7 +89,7 @@ class _Assignment:
     """The assignment of entries to slots. Entries are numbers in [0, N).
 
     Args:
-        bucket_pairs: int64 `[2, N]`, the buckets of each entry.
+        bucket_pairs: int64 `[2, N]`, the buckets of each entry; it is changed.
         slots: int64 `[N]`, the slot of each entry, -1 for none; it is changed.
         num_buckets: number of buckets.
 

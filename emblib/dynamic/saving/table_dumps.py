@@ -177,9 +177,10 @@ def _load_whole(
             state, t, fallback.rows_of_table(dump.other_tensors, state.table_names[t])
         )
     hash_keys = hash_keys_in(state, entries, dump.other_tensors.get(INDEX_HASH_KEYS))
+    state_by_child = check_child_state(state, dump.other_tensors, directory)
     if state.expiry is not None:
         state.expiry.forget_times()  # a dump has no times if no ttl is a time
-    set_child_state(state, dump.other_tensors, directory)
+    set_child_state(state, state_by_child)
     return replace_tables(
         state,
         entries,
@@ -375,24 +376,22 @@ class TableDump(NamedTuple):
     """The part of a dump that one table loads, checked.
 
     Attributes:
-        directory: directory of the dump, for error messages.
         entries: entries of the table.
         changes: changes to apply to the current entries; None for a dump of whole tables.
         clock: the tick of the dump.
         hyperparameters: hyperparameters of the optimizer.
         hash_key: hash key of the table at the time of the dump; None if unknown.
-        other_tensors: the state of hash keys, counters, scores and times; {} unless both the dump
-            and the module have one table.
+        state_by_child: the state of hash keys, counters, scores and times, see `check_child_state`;
+            {} for changes, and unless both the dump and the module have one table.
         fallback_rows: the fallback rows of the table.
     """
 
-    directory: Path
     entries: Entries
     changes: ChangeSet | None
     clock: int
     hyperparameters: Tensor
     hash_key: int | None
-    other_tensors: dict[str, Tensor]
+    state_by_child: dict[str, dict[str, Tensor]]
     fallback_rows: dict[str, Tensor]
 
 
@@ -471,13 +470,13 @@ def read_table(
         table_index = list(dump.tables).index(name)
         hash_keys = hash_keys[table_index : table_index + 1]
     hash_key = None if hash_keys is None else int(hash_keys[0])
-    other_tensors = dump.other_tensors if len(dump.tables) == len(state.specs) == 1 else {}
     rows = fallback.rows_of_table(dump.other_tensors, name)
-    changes = None
+    changes, state_by_child = None, {}
     if dump.since is None:
         loading.check(target_of(state, table), dumped_table.entries)
         fallback.check_rows(state, table, rows)
-        check_child_state(state, other_tensors, directory)
+        if len(dump.tables) == len(state.specs) == 1:
+            state_by_child = check_child_state(state, dump.other_tensors, directory)
     else:
         tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
         fallback_rows = {state.table_names[table]: rows}
@@ -486,13 +485,12 @@ def read_table(
         )
         check_changes(state, changes)
     return TableDump(
-        directory=Path(directory),
         entries=dumped_table.entries,
         changes=changes,
         clock=dump.clock,
         hyperparameters=hyperparameters,
         hash_key=hash_key,
-        other_tensors=other_tensors,
+        state_by_child=state_by_child,
         fallback_rows=rows,
     )
 
@@ -515,7 +513,7 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = replace_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
         fallback.write_rows(state, table, dump.fallback_rows)
-        set_child_state(state, dump.other_tensors, dump.directory)
+        set_child_state(state, dump.state_by_child)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):
             state.load_hyperparams(dump.hyperparameters)

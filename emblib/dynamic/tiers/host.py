@@ -44,8 +44,8 @@ class HostRows:
             generator.
 
     Raises:
-        ValueError: the eviction is `Eviction.NONE`, a capacity is below 1, the sequence of
-            capacities is empty, or the seed is negative.
+        ValueError: the eviction is unknown or `Eviction.NONE`, a capacity is below 1, the sequence
+            of capacities is empty, or the seed is not in [0, 2^63).
         TypeError: a capacity or the seed is not an int.
 
     Attributes:

@@ -78,7 +78,7 @@ class SlotAllocator:
         return self._index.size(0) + len(self._overflow_keys)
 
     def find(self, keys: Tensor, is_hidden: Tensor | None = None) -> Tensor:
-        """Return the slot of each key, -1 for none.
+        """Return the slot of each key, int64 `[n]`, -1 for none.
 
         Args:
             keys: int64 `[n]`, in any order; keys may repeat.
