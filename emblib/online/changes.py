@@ -99,7 +99,7 @@ class LookupHook:
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):
                 table_ids = as_keys(ids[begin:end])
                 if not table.is_keyed:
-                    table_ids = table_ids[(table_ids >= 0) & (table_ids < table.num_rows)]
+                    table_ids = _trained_rows(table_ids, table.num_rows)
                 ids_by_table.setdefault(table.identity, []).append(table_ids)
         self._ids = {key: torch.cat(tensors).unique() for key, tensors in ids_by_table.items()}
         self._batches = []
@@ -118,6 +118,14 @@ class LookupHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LookupHook, ([],)
+
+
+def _trained_rows(ids: Tensor, num_rows: int) -> Tensor:
+    """Return the rows that lookups of ids, int64 `[n]`, train: row 0 for an invalid id."""
+    if not num_rows:
+        return ids[:0]
+    ids = ids[ids != -1]  # -1 is no lookup
+    return ids.where((ids >= 0) & (ids < num_rows), 0)
 
 
 class Lookups:

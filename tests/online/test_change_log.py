@@ -90,6 +90,15 @@ def test_an_entry_has_the_rows_that_were_looked_up() -> None:
     train(trained, 5)  # nothing is noted any more
 
 
+@pytest.mark.filterwarnings("ignore:emblib. 1 indices")
+def test_an_entry_has_row_0_which_an_invalid_id_trains() -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    log = ChangeLog(trained, sink)
+    train(trained, 3, 99, -1)
+    log.record(1)
+    assert follows(sink, trained, log)
+
+
 def test_calls_take_no_lock_that_ctrl_c_could_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, sink = bags(optim.SGD(0.1)), Memory()
     log = ChangeLog(trained, sink)
