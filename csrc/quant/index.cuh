@@ -12,13 +12,13 @@ inline constexpr int kMapThreads = 256;
 // Write args.rows, grid-stride over lookups.
 __global__ void map_ids_kernel(IndexArgs args) {
   for (int64_t i = simt::global_thread(); i < args.bags.num_lookups; i += simt::threads_in_grid()) {
+    const int64_t id = args.ids[i];
     if (args.bags.num_bags == 0 || i < args.bags.begin(0)) {
-      args.rows[i] = -1;  // a lookup of no bag
+      args.rows[i] = id;  // a lookup of no bag, which the bounds check of the rows finds
       continue;
     }
     const IndexTable& table =
         args.tables[feature_of_lookup(args.map, args.bags, args.num_features, i)];
-    const int64_t id = args.ids[i];
     args.rows[i] = stored_row(args.index, table, id, index_address(args.index, table, id));
   }
 }

@@ -84,7 +84,7 @@ struct IndexArgs {
   IndexArray ids;  // [L]
   Bags bags;
   BagMap map;
-  int64_t* rows;  // [L], an output: the row of each id, -1 for a lookup of no bag
+  int64_t* rows;  // [L], an output: the row of each id, the id itself for a lookup of no bag
 };
 
 }  // namespace emb

@@ -53,9 +53,10 @@ void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, in
   }
 }
 
-// Return the row that is stored for each id in `indices`, int64 [L], as stored_row defines it; -1
-// for lookups of no bag. `index` is int64 [words], `tables` int64 [F, 6], rows of IndexTable; the
-// other arguments are as in `tbe_lookup`. Throws if a table reaches outside `index`.
+// Return the row that is stored for each id in `indices`, int64 [L], as stored_row defines it; the
+// id itself for lookups of no bag, which the bounds check of the rows then finds. `index` is int64
+// [words], `tables` int64 [F, 6], rows of IndexTable; the other arguments are as in `tbe_lookup`.
+// Throws if a table reaches outside `index`.
 Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
                const Tensor& indices_in, const Tensor& offsets_in,
                std::optional<Tensor> bag_layout) {
@@ -67,7 +68,7 @@ Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features
   if (args.bags.num_bags == 0) return rows;
   const FeatureBags feature_bags(op, features, call.offsets, bag_layout, Pooling::kNone,
                                  kUnlimited);
-  std::fill(args.rows, args.rows + args.bags.begin(0), int64_t{-1});  // lookups of no bag
+  for (int64_t i = 0; i < args.bags.begin(0); ++i) args.rows[i] = args.ids[i];  // of no bag
   for_feature_bags(args.bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     find_rows(args, args.tables[f], args.bags.begin(begin), args.bags.end(end - 1));
   });

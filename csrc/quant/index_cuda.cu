@@ -11,8 +11,8 @@
 namespace emb::cuda {
 namespace {
 
-// Return the row that is stored for each id in `indices`, int64 [L], as stored_row defines it; -1
-// for lookups of no bag. MapCall describes the arguments.
+// Return the row that is stored for each id in `indices`, int64 [L], as stored_row defines it; the
+// id itself for lookups of no bag. MapCall describes the arguments.
 Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
                const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout) {
   const MapCall call("map_ids", index, tables, features, indices, offsets, bag_layout);

@@ -477,7 +477,10 @@ class HashIndex(nn.Module):
     def free_expired(
         self, table: int, before: int, first_bucket: int, num_buckets: int, effects: Effects
     ) -> Tensor:
-        """Remove keys as `expire` does, without waiting; return which slots are free now, bool."""
+        """Remove keys as `expire` does, without waiting; return which slots it freed, bool `[n]`.
+
+        These are the n slots of the searched buckets that the table may use.
+        """
         self.versions.advance()
         first_bucket = min(first_bucket, self.limits[table])
         num_buckets = min(num_buckets, self.limits[table] - first_bucket)

@@ -6,8 +6,7 @@
 The header is a JSON object: `kind` and `config` describe the tensors, `sections` has `name`,
 `dtype`, `shape`, first byte (`begin`), `nbytes` and `crc32` of each tensor, and `nbytes` is the
 size of the file. A file is complete or absent: it is written under another name, synced, and
-renamed.
-Nothing in it is unpickled.
+renamed. Nothing in it is unpickled.
 """
 
 import ctypes

@@ -16,7 +16,7 @@ from emblib.inference.indexed import InferenceEmbeddingBags, prune
 from emblib.ops import quant
 from emblib.tables import QuantizedEmbeddingBags
 from emblib.tables.base import warn_of_dtype
-from emblib.tables.batches import append_last_offset
+from emblib.tables.batches import append_last_offset, check_tensor
 from emblib.tables.mapped_memory import map_pinned
 
 
@@ -110,10 +110,10 @@ class HostEmbeddingBags(nn.Module):
             one vector, as `QuantizedEmbeddingBags` returns it.
 
         Raises:
-            RuntimeError: a dtype, a device or the number of offsets is wrong; or an index or offset
-                is invalid, in mode FATAL.
-            ValueError: `batch_sizes` do not fit.
+            Exception: see `QuantizedEmbeddingBags.forward`.
         """
+        check_tensor("indices", indices)
+        check_tensor("offsets", offsets)
         rows, all_offsets = self.rows, offsets
         if not rows.include_last_offset:
             all_offsets = append_last_offset(indices, offsets)

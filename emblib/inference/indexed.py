@@ -22,7 +22,7 @@ from emblib.dynamic.training import feature_starts
 from emblib.ops import quant
 from emblib.ops.hash import Keys, tables_of
 from emblib.tables import QuantizedEmbeddingBags
-from emblib.tables.batches import append_last_offset
+from emblib.tables.batches import append_last_offset, check_tensor
 
 _MAX_ARRAY_ROWS = 1 << 31
 
@@ -193,10 +193,10 @@ class InferenceEmbeddingBags(nn.Module):
             `batch_sizes` one vector, as `QuantizedEmbeddingBags` returns it.
 
         Raises:
-            RuntimeError: a dtype, a device or the number of offsets is wrong; or an index or offset
-                is invalid, in mode FATAL.
-            ValueError: `batch_sizes` do not fit.
+            Exception: see `QuantizedEmbeddingBags.forward`.
         """
+        check_tensor("indices", indices)
+        check_tensor("offsets", offsets)
         if indices.dtype == torch.uint64:
             indices = indices.view(torch.int64)
         rows = self.rows

@@ -285,7 +285,8 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
         Raises:
             KeyError: the batch lacks a feature of a table.
             RuntimeError: an id or length is invalid, with `BoundsCheck.FATAL`; for some lengths
-                also with WARNING (see `BoundsCheck`).
+                also with WARNING (see `BoundsCheck`). Or weights require a gradient where gradients
+                are enabled.
             TypeError: `features` is no KeyedJaggedTensor, or the ids are not int32 or int64; uint64
                 is allowed too if all tables are dynamic.
             ValueError: features differ in their number of bags, a weighted collection gets no

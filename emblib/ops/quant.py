@@ -35,8 +35,8 @@ also checks the bounds of the batch, as `tbe_lookup_checked_` of dense tables do
 `map_ids(index, tables, features, indices, offsets, bag_layout)` returns the stored row of each id,
 int64 `[L]`, for tables with fewer rows than ids, or with keys. `tables` is int64 `[F, 6]`
 (`emblib.columns.IndexColumn`). `index` is int64: the arrays and `hash_entries` of all features. An
-id out of range is returned unchanged, so that the bounds check of the lookup finds it. An id in
-range without a stored row gets the row `MISSING` of its table; -1 is a row of zeros.
+id out of range, or in no bag, is returned unchanged, so that the bounds check of the lookup finds
+it. An id in range without a stored row gets the row `MISSING` of its table; -1 is a row of zeros.
 """
 
 from collections.abc import Iterable

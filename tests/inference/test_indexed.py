@@ -99,6 +99,19 @@ def test_the_smaller_index_is_taken() -> None:
     assert prune(rows, {"item": many}).nbytes() == {"weights": 6400, "index": 3200}
 
 
+@INDEXES
+def test_an_id_of_no_bag_is_refused_and_padding_is_not(index: str | None) -> None:
+    rows = QuantizedEmbeddingBags.from_float(torch.eye(4), formats="float32")
+    if index is None:
+        served = InferenceEmbeddingBags(rows, [RowIndex.of_keys(torch.arange(4))])
+    else:
+        served = prune(rows, {rows.table_names[0]: torch.arange(4) < 3}, index=index)
+    offsets = torch.tensor([1, 3])
+    with pytest.raises(RuntimeError, match="no bag would have the ids before it"):
+        served(torch.tensor([0, 1, 2]), offsets)
+    assert served(torch.tensor([-1, 1, 2]), offsets).tolist() == [[0.0, 1.0, 1.0, 0.0]]
+
+
 def test_any_key_and_the_default() -> None:
     rows = QuantizedEmbeddingBags.from_float(torch.tensor([[1.0] * 4, [2.0] * 4, [7.0] * 4]))
     keys = torch.tensor([-1, 2**63 - 1])

@@ -340,6 +340,9 @@ def test_ids_are_mapped(kinds: list[IndexKind], missing: int, device: torch.devi
         assert torch.equal(rows[part], quant.map_ids(index, tables[f], indices[part]))
     empty = [*arguments[:3], arguments[3][:0], arguments[4][:1], None]
     assert map_ids(*empty).numel() == 0
+    lost = torch.tensor([-1, 5, -7], dtype=indices.dtype, device=device)  # ids of no bag
+    behind = [*arguments[:3], torch.cat([lost, arguments[3]]), arguments[4] + 3, None]
+    assert torch.equal(map_ids(*behind).cpu(), torch.cat([lost.long().cpu(), rows]))
     torch.library.opcheck(map_ids, (*arguments, None))
 
 

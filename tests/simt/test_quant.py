@@ -83,3 +83,8 @@ def test_ids_are_mapped(kinds: list[IndexKind]) -> None:
     for f in range(len(kinds)):
         part = slice(int(offsets[3 * f]), int(offsets[3 * f + 3]))
         assert torch.equal(rows[part], quant.map_ids(index, tables[f], indices[part]))
+    lost = torch.tensor([-1, 5, -7], dtype=indices.dtype)  # ids of no bag
+    behind = torch.cat([lost, indices]), offsets + 3
+    assert torch.equal(
+        emulated_quant.map_ids(index, tables, features, *behind), torch.cat([lost.long(), rows])
+    )

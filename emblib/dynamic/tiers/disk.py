@@ -154,8 +154,8 @@ class RowFile:
         end_committed: end of the slots of the last commit; later slots were free then.
         allocator: slot of each key; keys in the fast tier are included.
         is_changing: whether slots of keys are being assigned or freed, see `recover`.
-        is_journaled: uint8 `[count]`, whether a slot needs no journal before it changes.
-        is_in_fast_tier: uint8 `[count]`, whether the row of a slot was promoted.
+        is_journaled: uint8 `[num_slots]`, whether a slot needs no journal before it changes.
+        is_in_fast_tier: uint8 `[num_slots]`, whether the row of a slot was promoted.
     """
 
     allocator: SlotAllocator
@@ -243,7 +243,7 @@ class RowFile:
         )
 
     def _head_words(self) -> Tensor:
-        """Return the heads of all slots as words, int64 `[count, 4]`, as a view."""
+        """Return the heads of all slots as words, int64 `[num_slots, 4]`, as a view."""
         return self.heads.rows.view(torch.int64)
 
     @property
