@@ -19,6 +19,7 @@ from torch import Tensor
 from emblib.compat import fbgemm_comms
 from emblib.compat.checks import check_flags
 from emblib.compat.fbgemm_types import SparseType
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_types import Interface, Subscripted
 from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
 from emblib.sharding.awaitables import Awaitable
@@ -32,6 +33,7 @@ class CommType(Enum):
     BF16 = "bf16"
     FP8 = "fp8"
     INT8 = "int8"
+    MX4 = "mx4"
 
 
 class CommOp(Enum):
@@ -88,6 +90,8 @@ class QCommsConfig:
         fp8_quantize_dim: number of values that share a scale in fp8 and int8; None is the default.
         fp8_quantize_dim_bwd: the same for gradients; None is `fp8_quantize_dim`.
         fp8_bwd_uses_143: whether fp8 gradients are e4m3, as fp8 rows always are, and not e5m2.
+
+    The other attributes must be None, and no precision MX4; otherwise ValueError is raised.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -97,11 +101,26 @@ class QCommsConfig:
     fp8_quantize_dim: int | None = None
     fp8_quantize_dim_bwd: int | None = None
     fp8_bwd_uses_143: bool = False
+    fp8_output_dtype: None = None
+    mx4_quantize_dim: None = None
+    mx4_quantize_dim_bwd: None = None
+    mx4_rounding_mode: None = None
+    output_dtype: None = None
 
     def __post_init__(self) -> None:
         check_flags(fp8_bwd_uses_143=self.fp8_bwd_uses_143)
         self.forward_precision = CommType(self.forward_precision)
         self.backward_precision = CommType(self.backward_precision)
+        names = ["fp8_output_dtype", "mx4_quantize_dim", "mx4_quantize_dim_bwd"]
+        names += ["mx4_rounding_mode", "output_dtype"]
+        refused = [name for name in names if getattr(self, name) is not None]
+        if CommType.MX4 in (self.forward_precision, self.backward_precision):
+            refused.append("MX4")
+        if refused:
+            raise ValueError(
+                f"{', '.join(refused)} must be left out: messages have FP16, BF16, INT8 or FP8, "
+                f"and are decoded to the dtype that was sent. {RUN_TORCHREC_ITSELF}"
+            )
 
 
 @dataclass(frozen=True)

@@ -304,13 +304,22 @@ class ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharde
     Args:
         ebc_sharder: sharder whose arguments this one takes over; None is a default one.
         mc_sharder: ignored: ids are routed as those of every hash table.
+        fused_params: arguments of the optimizer; None is those of `ebc_sharder`.
         qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; None is that of `ebc_sharder`.
+
+    Raises:
+        ValueError: `ebc_sharder` has other `fused_params`.
     """
 
     def __init__(
-        self, ebc_sharder: Any = None, mc_sharder: Any = None, qcomm_codecs_registry: Any = None
+        self,
+        ebc_sharder: Any = None,
+        mc_sharder: Any = None,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
     ) -> None:
-        sharder = ebc_sharder or EmbeddingBagCollectionSharder()
+        sharder = ebc_sharder or EmbeddingBagCollectionSharder(fused_params)
+        _check_equal(fused_params, sharder, "ebc_sharder")
         super().__init__(
             sharder.fused_params, qcomm_codecs_registry or sharder.qcomm_codecs_registry
         )
@@ -337,7 +346,12 @@ class ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         qcomm_codecs_registry: Any = None,
     ) -> None:
         sharder = ec_sharder or EmbeddingCollectionSharder(fused_params)
-        if fused_params and dict(fused_params) != dict(sharder.fused_params or {}):
-            raise ValueError("fused_params must be those of ec_sharder: pass them to it")
+        _check_equal(fused_params, sharder, "ec_sharder")
         codecs = qcomm_codecs_registry or sharder.qcomm_codecs_registry
         super().__init__(sharder.fused_params, codecs, sharder.options["use_index_dedup"])
+
+
+def _check_equal(fused_params: Mapping[str, Any] | None, sharder: Any, name: str) -> None:
+    """Raise ValueError unless `fused_params` are None, empty or those of a sharder."""
+    if fused_params and dict(fused_params) != dict(sharder.fused_params or {}):
+        raise ValueError(f"fused_params must be those of {name}: pass them to it")

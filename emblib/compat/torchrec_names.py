@@ -174,7 +174,6 @@ DIFFERS = {
     "KTRegroupAsDict": "`multi_device` is not needed",
     "GradientClippingOptimizer": "the norm is always that of the model over all ranks; tables that "
     "backward updates raise",
-    "WarmupOptimizer": "`param_name` is fixed",
     "apply_optimizer_in_backward": "also resets the optimizer states of tables",
     "QuantEmbeddingBagCollection": "INT8, INT4 and float rows; scale and offset are float32; "
     "buffers are those of the kernels; rows are loaded by `load_state_dict`",
@@ -200,6 +199,8 @@ DIFFERS = {
     "reduce_scatter_pooled": "sums are at least float32, in rank order; any sizes",
     "reduce_scatter_base_pooled": "sums are at least float32, in rank order",
     "reduce_scatter_v_pooled": "sums are at least float32, in rank order",
+    "row_wise": "`num_buckets` raises",
+    "column_wise": "`device_types` of several kinds raise",
     "grid_shard": "any number of columns (there: blocks of 128 or more)",
     "table_column_wise": "TorchRec 1.8 has the type, and no function for it",
     "invoke_on_rank_and_broadcast_result": "without a process group, this process alone",
@@ -234,11 +235,11 @@ DIFFERS = {
     "`model_tracker_configs` raises; no `reshard`",
     "EmbeddingEnumerator": "topology, batch size and constraints for a planner; `enumerate` and "
     "estimators of your own raise",
-    "EmbeddingPerfEstimator": "names the default: emblib's measured costs",
+    "EmbeddingPerfEstimator": "names the default: emblib's measured costs; `is_inference` raises",
     "EmbeddingStorageEstimator": "names the default: the bytes that emblib counts",
     "EmbeddingShardingPlanner": "one measured search; proposer, partitioner, "
-    "performance_model, stats and timeout raise; callbacks get and return a `ShardingPlan`; "
-    "`debug` has no effect",
+    "performance_model, stats, timeout and plan_loader raise; callbacks get and return a "
+    "`ShardingPlan`; `debug` has no effect",
     "EmbeddingPlannerBase": "emblib's planner itself",
     "ShardingPlanner": "emblib's planner itself",
     "Topology": "actual memory, or 32 GiB with a warning for GPUs that this machine lacks; "
@@ -257,8 +258,8 @@ DIFFERS = {
     "QuantizedCommCodec": "of FBGEMM's messages, with contexts; emblib's `Codec` is one, too",
     "NoOpQuantizedCommCodec": "emblib's `FP32()`",
     "get_qcomm_codecs_registry": "codecs of emblib; sums are at least float32 with all of them",
-    "QCommsConfig": "no MX4",
-    "CommType": "no MX4",
+    "QCommsConfig": "MX4 and dtypes of the decoded values raise",
+    "CommType": "MX4 raises",
     "TrainPipeline": "emblib's `TrainPipelineBase`",
     "TrainPipelineBase": "drains loaders of different lengths",
     "TrainPipelineSparseDist": "the model is not traced or rewritten; `apply_jit`, "

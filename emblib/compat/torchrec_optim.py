@@ -7,7 +7,7 @@ cannot step. `RowWiseAdagrad` is such a name, too, and also an optimizer of dens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -272,8 +272,17 @@ class WarmupOptimizer(optimizers.WarmupOptimizer):
         stages: Sequence[optimizers.WarmupStage],
         lr: float = 0.1,
         lr_param: str = "lr",
+        param_name: str = "__warmup",
     ) -> None:
-        super().__init__(optimizer, stages, lr, lr_param)
+        super().__init__(optimizer, stages, lr, lr_param, param_name)
+
+
+def in_backward_optimizer_filter(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters without an optimizer in backward; with `include`, those with one."""
+    check_flags(include=include)
+    yield from optimizers.in_backward_optimizer_filter(named_parameters, include=bool(include))
 
 
 def apply_optimizer_in_backward(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
-from emblib.compat.checks import check_names
+from emblib.compat.checks import check_flags, check_names
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharding import (
     STORAGES,
@@ -282,9 +282,23 @@ class InferenceStorageReservation(HeuristicalStorageReservation):
 
 
 class EmbeddingPerfEstimator:
-    """Name of the only estimator of costs: emblib's measured costs."""
+    """Name of the only estimator of costs: emblib's measured costs.
 
-    def __init__(self, topology: Topology, constraints: Mapping[str, Any] | None = None) -> None:
+    With `is_inference` ValueError is raised.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, Any] | None = None,
+        is_inference: bool = False,
+    ) -> None:
+        check_flags(is_inference=is_inference)
+        if is_inference:
+            raise ValueError(
+                "is_inference must be left out: the planner plans training; shard_quant_model "
+                "places quantised tables by their bytes"
+            )
         self.topology, self.constraints = topology, dict(constraints or {})
 
 
@@ -370,6 +384,7 @@ class EmbeddingShardingPlanner:
         debug: ignored: `print(plan)` shows the report of emblib's planner.
         callbacks: functions that get the plan and return the plan to use, on the rank that plans.
         timeout_seconds: argument that must be None.
+        plan_loader: argument that must be None: `ShardingPlan.load` reads a plan for `plan=`.
 
     Raises:
         ValueError: an argument that must be None is set, or an argument and `enumerator` differ.
@@ -389,6 +404,7 @@ class EmbeddingShardingPlanner:
         debug: bool = True,
         callbacks: Sequence[Callable[[ShardingPlan], ShardingPlan]] | None = None,
         timeout_seconds: int | None = None,
+        plan_loader: None = None,
     ) -> None:
         torchrec_parts = {
             "proposer": proposer,
@@ -396,6 +412,7 @@ class EmbeddingShardingPlanner:
             "performance_model": performance_model,
             "stats": stats,
             "timeout_seconds": timeout_seconds,
+            "plan_loader": plan_loader,
         }
         unsupported = [name for name, value in torchrec_parts.items() if value is not None]
         if unsupported:
@@ -403,7 +420,8 @@ class EmbeddingShardingPlanner:
                 f"{', '.join(unsupported)} must be left out: emblib's planner has one search, "
                 "whose length is max_trials of emblib.sharding.planner.Planner, a measured cost "
                 "model, and a report that print(plan) shows; constraints and callbacks change its "
-                "plans. " + RUN_TORCHREC_ITSELF
+                "plans, and DistributedModelParallel(plan=) takes a stored one. "
+                + RUN_TORCHREC_ITSELF
             )
         if enumerator is not None:
             topology = enumerator.agreed("topology", topology)

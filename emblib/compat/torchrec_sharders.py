@@ -327,6 +327,12 @@ class _WithContexts(Subscripted):
                     value.size(), value.shards, value.parts, value.ranks, value.dtype
                 )
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tables."""
+        ranks: RankGroup = self.ranks  # type: ignore[attr-defined]
+        return ranks.device
+
     def create_context(self) -> Any:
         """Return a context for one batch."""
         return self._make_context()

@@ -553,7 +553,9 @@ def table_wise(
 
 
 def row_wise(
-    sizes_placement: tuple[list[int], Any] | None = None, compute_kernel: str | None = None
+    sizes_placement: tuple[list[int], Any] | None = None,
+    compute_kernel: str | None = None,
+    num_buckets: None = None,
 ) -> ShardingRule:
     """Divide rows over the ranks.
 
@@ -562,7 +564,14 @@ def row_wise(
             None divides the rows evenly over all ranks. If the numbers do not add up to the rows of
             the table, ValueError is raised when the plan is made.
         compute_kernel: value of the kernel; None is FUSED.
+        num_buckets: argument that must be None; otherwise ValueError is raised.
     """
+    if num_buckets is not None:
+        raise ValueError(
+            "num_buckets must be left out: rows of dense tables are divided evenly, or as "
+            "sizes_placement says, and storage=Hash() has no buckets; any number of ranks loads "
+            "its rows"
+        )
     if sizes_placement is None:
         return ShardingRule(sharding.row_wise(), compute_kernel)
     sizes = list(sizes_placement[0])
@@ -588,6 +597,7 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     size_per_rank: Sequence[int] | None = None,
     compute_kernel: str | None = None,
+    device_types: Sequence[str] | None = None,
 ) -> ShardingRule:
     """Divide columns over ranks.
 
@@ -595,10 +605,16 @@ def column_wise(
         ranks: ranks that get columns; None is 0, 1, ..., one per size.
         size_per_rank: number of columns of each of `ranks`; None divides columns evenly.
         compute_kernel: value of the kernel; None is FUSED.
+        device_types: one type of device, which is ignored as `device` of `table_wise` is.
 
     Raises:
-        ValueError: neither `ranks` nor `size_per_rank` is passed.
+        ValueError: neither `ranks` nor `size_per_rank` is passed, or `device_types` differ.
     """
+    if len(set(device_types or ())) > 1:
+        raise ValueError(
+            f"device_types must be equal, got {list(device_types or ())}: all shards are on the "
+            "devices of their ranks; storage=Dense(Placement.MANAGED) keeps rows in host memory"
+        )
     if ranks is None and size_per_rank is None:
         raise ValueError("column_wise needs ranks or size_per_rank")
     if size_per_rank is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -123,6 +124,16 @@ class BaseEmbeddingConfig(metaclass=Interface):
     def num_features(self) -> int:
         """Return the number of features that read the table."""
         return len(self.feature_names)
+
+    def get_weight_init_max(self) -> float:
+        """Return the largest initial weight."""
+        default = math.sqrt(1 / self.num_embeddings)
+        return default if self.weight_init_max is None else self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """Return the smallest initial weight."""
+        default = -math.sqrt(1 / self.num_embeddings)
+        return default if self.weight_init_min is None else self.weight_init_min
 
 
 @dataclass

@@ -259,17 +259,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         rows = torch.full((self.index.capacity() + 1,), -1, device=device)  # the last is no slot
         self.register_buffer("row_of_slot", rows, persistent=False)
-        violations = torch.zeros(2, dtype=torch.int64, device=device)
-        self.register_buffer("bounds_violations", violations, persistent=False)
         key_of_row = torch.full((self._first_rows[-1],), -1, device=device)
         self.register_buffer("key_of_row", key_of_row)
-        shape = (len(self.tables), len(TT_COUNTERS))
-        counters = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.register_buffer("counters", counters)
-        changes = torch.zeros((len(self.tables), 2), dtype=torch.float64, device=device)
-        self.register_buffer("changes", changes)
-        since = torch.zeros(len(self.tables), dtype=torch.int64, device=device)
-        self.register_buffer("since", since)
+        num_tables, zeros = len(self.tables), partial(torch.zeros, dtype=torch.int64, device=device)
+        self.register_buffer("bounds_violations", zeros(2), persistent=False)
+        self.register_buffer("counters", zeros((num_tables, len(TT_COUNTERS))))
+        self.register_buffer("changes", zeros((num_tables, 2), dtype=torch.float64))
+        self.register_buffer("since", zeros(num_tables))
 
     @run_uncompiled  # choosing rows and the hash table run uncompiled
     def forward(
@@ -750,6 +746,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         super()._apply(ops.keep_dtype(fn), recurse)
         if parameters.loses_values(fn) and not self.features.is_meta:
             self._fill_layout()
+            self._forget_rows()
         return self
 
     def finish_load(self) -> None:
@@ -760,10 +757,14 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def reset_parameters(self) -> None:
         """Redraw the cores, reset optimizer states, remove stored rows and forget all counts."""
-        self._step_offset = None
-        self._invalidate_choice()
         self.trains.reset_parameters()
         self.rows.reset_parameters()
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """Remove the stored rows without a projection onto the cores, and forget all counts."""
+        self._step_offset = None
+        self._invalidate_choice()
         self.key_of_row.fill_(-1)
         self._rebuild_index()
         self.counts.clear()

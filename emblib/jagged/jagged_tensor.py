@@ -119,15 +119,13 @@ class JaggedTensor(metaclass=TracedClass):
         return JaggedTensor(values, weights, lengths)
 
     @staticmethod
-    def empty_like(
-        jagged: "JaggedTensor", device: torch.device | str | None = None
-    ) -> "JaggedTensor":
-        """Return an object without bags, with the dtypes of `jagged`.
+    def empty_like(jt: "JaggedTensor", device: torch.device | str | None = None) -> "JaggedTensor":
+        """Return an object without bags, with the dtypes of `jt`.
 
         With a `device`, return instead an object of uninitialised tensors there, of the sizes of
-        `jagged`, as a target for `copy_`.
+        `jt`, as a target for `copy_`.
         """
-        jagged = JaggedTensor.adopt(jagged)
+        jagged = JaggedTensor.adopt(jt)
         if device is not None:
             return jagged._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if jagged._weights is None else jagged._weights.new_empty(0)
@@ -324,30 +322,30 @@ class JaggedTensor(metaclass=TracedClass):
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
-    def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor with that of `other`, computed if it has none; return self.
+    def copy_(self, jt: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
+        """Overwrite every tensor with that of `jt`, computed if it has none; return self.
 
         Raises:
-            TypeError: `other` is not a JaggedTensor.
+            TypeError: `jt` is not a JaggedTensor.
             ValueError: values or weights differ in shape, only one of the two has weights, or the
                 numbers of bags differ; nothing is changed.
         """
-        if not isinstance(other, JaggedTensor):
-            raise TypeError(f"copy_ needs a JaggedTensor, got {other!r}")
+        if not isinstance(jt, JaggedTensor):
+            raise TypeError(f"copy_ needs a JaggedTensor, got {jt!r}")
         shapes, num_bags = self._shapes(), self._num_bags()
-        other_shapes, other_num_bags = other._shapes(), other._num_bags()
+        other_shapes, other_num_bags = jt._shapes(), jt._num_bags()
         if shapes != other_shapes or num_bags != other_num_bags:
             raise ValueError(
                 f"copy_ needs values and weights of shapes {shapes} in {num_bags} bags, got "
                 f"{other_shapes} in {other_num_bags}"
             )
-        self._values.copy_(other._values, non_blocking=non_blocking)
+        self._values.copy_(jt._values, non_blocking=non_blocking)
         if self._weights is not None:
-            self._weights.copy_(other.weights(), non_blocking=non_blocking)
+            self._weights.copy_(jt.weights(), non_blocking=non_blocking)
         if self._lengths is not None:
-            self._lengths.copy_(other.lengths(), non_blocking=non_blocking)
+            self._lengths.copy_(jt.lengths(), non_blocking=non_blocking)
         if self._offsets is not None:
-            self._offsets.copy_(other.offsets(), non_blocking=non_blocking)
+            self._offsets.copy_(jt.offsets(), non_blocking=non_blocking)
         return self
 
     def _shapes(self) -> list[list[int] | None]:

@@ -715,39 +715,37 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
-    def copy_(
-        self, other: "KeyedJaggedTensor", *, non_blocking: bool = False
-    ) -> "KeyedJaggedTensor":
-        """Overwrite tensors and numbers known on the host by what `other` has; return self.
+    def copy_(self, kjt: "KeyedJaggedTensor", *, non_blocking: bool = False) -> "KeyedJaggedTensor":
+        """Overwrite tensors and numbers known on the host by what `kjt` has; return self.
 
         Raises:
-            ValueError: `other` is not a batch, keys (also of inverse indices), strides (also per
+            ValueError: `kjt` is not a batch, keys (also of inverse indices), strides (also per
                 rank) or shapes differ, or only one has weights or inverse indices; nothing changes.
         """
         is_compatible = (
-            isinstance(other, KeyedJaggedTensor)
-            and self._keys == other._keys
-            and self._stride == other._stride
-            and self._stride_per_key_per_rank == other._stride_per_key_per_rank
-            and self._values.shape == other._values.shape
-            and getattr(self._weights, "shape", None) == getattr(other._weights, "shape", None)
-            and keys_and_shape(self._inverse) == keys_and_shape(other._inverse)
+            isinstance(kjt, KeyedJaggedTensor)
+            and self._keys == kjt._keys
+            and self._stride == kjt._stride
+            and self._stride_per_key_per_rank == kjt._stride_per_key_per_rank
+            and self._values.shape == kjt._values.shape
+            and getattr(self._weights, "shape", None) == getattr(kjt._weights, "shape", None)
+            and keys_and_shape(self._inverse) == keys_and_shape(kjt._inverse)
         )
         if not is_compatible:
             raise ValueError(
                 f"copy_ needs a batch like {self!r}, also in strides per rank and keys of inverse "
-                f"indices, got {other!r}: make the target with empty_like(batch, device)"
+                f"indices, got {kjt!r}: make the target with empty_like(batch, device)"
             )
-        self._values.copy_(other._values, non_blocking=non_blocking)
+        self._values.copy_(kjt._values, non_blocking=non_blocking)
         if self._weights is not None:
-            self._weights.copy_(other.weights(), non_blocking=non_blocking)
+            self._weights.copy_(kjt.weights(), non_blocking=non_blocking)
         if self._lengths is not None:
-            self._lengths.copy_(other.lengths(), non_blocking=non_blocking)
+            self._lengths.copy_(kjt.lengths(), non_blocking=non_blocking)
         if self._offsets is not None:
-            self._offsets.copy_(other.offsets(), non_blocking=non_blocking)
+            self._offsets.copy_(kjt.offsets(), non_blocking=non_blocking)
         if self._inverse is not None:
-            self._inverse[1].copy_(other.inverse_indices()[1], non_blocking=non_blocking)
-        self._length_per_key, self._offset_per_key = other._length_per_key, other._offset_per_key
+            self._inverse[1].copy_(kjt.inverse_indices()[1], non_blocking=non_blocking)
+        self._length_per_key, self._offset_per_key = kjt._length_per_key, kjt._offset_per_key
         return self
 
     def clear_storage(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from emblib.jagged.jagged_tensor import TracedClass
 from emblib.tables.graph_break import run_uncompiled
@@ -21,15 +21,21 @@ T = TypeVar("T")
 class Awaitable(Generic[T]):
     """A result that `wait()` returns; used by one thread.
 
-    A subclass defines `_wait_impl`, which the first `wait` calls. If `_wait_impl` or a callback
+    A subclass defines `_wait_impl`, which the first `wait` calls; its `__init__` need not call that
+    of this class. If `_wait_impl` or a callback
     raises in the first `wait`, every further `wait` raises the same error, because an operation in
     flight cannot be retried. If it was not an Exception, e.g. a KeyboardInterrupt, every further
     `wait` raises RuntimeError.
     """
 
-    def __init__(self) -> None:
-        self._result: Any = _PENDING
-        self._callbacks: list[Callable[[Any], Any]] = []
+    _result: Any
+    _callbacks: list[Callable[[Any], Any]]
+
+    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
+        """Create an awaitable without a result."""
+        awaitable = super().__new__(cls)
+        awaitable._result, awaitable._callbacks = _PENDING, []
+        return awaitable
 
     def wait(self) -> T:
         """Wait for the result, pass it through the callbacks and return it.
@@ -87,9 +93,9 @@ class Awaitable(Generic[T]):
 class ReadyAwaitable(Awaitable[T]):
     """An awaitable whose result is available already."""
 
-    def __init__(self, value: T) -> None:
+    def __init__(self, obj: T) -> None:
         super().__init__()
-        self._value = value
+        self._value = obj
 
     def _wait_impl(self) -> T:
         value = self._value
@@ -123,10 +129,6 @@ class LazyAwaitable(Awaitable[T], metaclass=_LazyClass):
     leading underscore. `lazy += x` binds the name to a new object. In a graph of `torch.fx`, the
     construction from traced values is one call.
     """
-
-    # Declared here so that type checkers do not resolve them by __getattr__, which waits.
-    _result: Any
-    _callbacks: list[Callable[[Any], Any]]
 
     @run_uncompiled
     def wait(self) -> T:
@@ -178,9 +180,9 @@ class LazyAwaitable(Awaitable[T], metaclass=_LazyClass):
 class LazyReadyAwaitable(LazyAwaitable[T]):
     """A `LazyAwaitable` whose result is available already."""
 
-    def __init__(self, value: T) -> None:
+    def __init__(self, obj: T) -> None:
         super().__init__()
-        self._value = value
+        self._value = obj
 
     def _wait_impl(self) -> T:
         value = self._value

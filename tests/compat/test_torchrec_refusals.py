@@ -86,6 +86,35 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
             lambda: torchrec.EmbeddingBagCollectionSharder({"bounds_check_mode": 0}),
             r"make the collection with bounds_check=BoundsCheck.FATAL",
         ),
+        (
+            lambda: torchrec.QCommsConfig(backward_precision=torchrec.CommType.MX4),
+            "MX4 must be left out: messages have FP16, BF16, INT8 or FP8",
+        ),
+        (lambda: torchrec.QCommsConfig(mx4_quantize_dim=32), "mx4_quantize_dim must be left out"),  # type: ignore[arg-type]
+        (
+            lambda: torchrec.row_wise(num_buckets=4),
+            r"num_buckets .*storage=Hash\(\) has no buckets",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: torchrec.column_wise([0, 1], device_types=["cuda", "cpu"]),
+            "device_types must be equal",
+        ),
+        (
+            lambda: torchrec.EmbeddingShardingPlanner(plan_loader=object()),  # type: ignore[arg-type]
+            r"plan_loader must be left out: .*DistributedModelParallel\(plan=\)",
+        ),
+        (
+            lambda: torchrec.EmbeddingStorageEstimator(
+                torchrec.Topology(1, "cpu"), is_inference=True
+            ),
+            "is_inference must be left out: .*shard_quant_model",
+        ),
+        (
+            lambda: torchrec.ManagedCollisionEmbeddingBagCollectionSharder(
+                torchrec.EmbeddingBagCollectionSharder(), fused_params={"learning_rate": 0.5}
+            ),
+            "fused_params must be those of ebc_sharder",
+        ),
         (lambda: torchrec.placement("cuda", 0, 0), "local_size must be >= 1"),
         (lambda: torchrec.get_num_groups(0), "world_size must be >= 1"),
         (lambda: torchrec.EmbeddingsAllToOneReduce(CPU, 0)([]), "at least one tensor"),
@@ -139,6 +168,51 @@ def test_a_warm_up_has_the_rate_of_torchrec() -> None:
     stages = [torchrec.WarmupStage(torchrec.WarmupPolicy.CONSTANT, max_iters=2, value=0.5)]
     assert torchrec.WarmupOptimizer(dense(), stages).param_groups[0]["lr"] == 0.1 * 0.5
     assert torchrec.WarmupOptimizer(dense(), stages, lr=2.0).param_groups[0]["lr"] == 1.0
+
+
+def test_names_of_arguments_are_those_of_torchrec() -> None:
+    batch = torchrec.KeyedJaggedTensor(["a"], torch.tensor([3]), lengths=torch.tensor([1]))
+    target = torchrec.KeyedJaggedTensor.empty_like(kjt=batch, device="cpu")
+    assert target.copy_(kjt=batch).values().tolist() == [3]
+    target = torchrec.JaggedTensor.empty_like(jt=batch["a"], device="cpu")
+    assert target.copy_(jt=batch["a"]).values().tolist() == [3]
+    assert torchrec.NoWait(obj=1).wait() == torchrec.LazyNoWait(obj=1).wait() == 1
+    model = nn.Linear(1, 1)
+    pipeline = torchrec.TrainPipelineBase(
+        model, dense(), torch.device("cpu"), custom_model_fwd=lambda batch: (model(batch).sum(), 7)
+    )
+    assert pipeline.progress(dataloader_iter=iter([torch.ones(1, 1)])) == 7
+    marked = nn.Embedding(2, 2)
+    torchrec.apply_optimizer_in_backward(torch.optim.SGD, marked.parameters(), {"lr": 0.1})
+    names = [
+        dict(torchrec.in_backward_optimizer_filter(marked.named_parameters(), include))
+        for include in (True, False)
+    ]
+    assert [list(found) for found in names] == [["weight"], []]
+
+
+def test_the_state_of_a_warm_up_has_a_name() -> None:
+    stages = [torchrec.WarmupStage(torchrec.WarmupPolicy.LINEAR, 9, 0.5)]
+    inner = torchrec.WarmupOptimizer(dense(), stages)
+    outer = torchrec.WarmupOptimizer(inner, stages, param_name="__outer")
+    outer.step()
+    state = outer.state_dict()["state"]
+    assert state["__warmup"]["warmup"].tolist() == state["__outer"]["warmup"].tolist() == [1, 0]
+    loaded = torchrec.WarmupOptimizer(
+        torchrec.WarmupOptimizer(dense(), stages), stages, param_name="__outer"
+    )
+    loaded.load_state_dict(outer.state_dict())
+    assert loaded.param_groups[0]["lr"] == outer.param_groups[0]["lr"]
+    for taken, text in (("__warmup", "another param_name"), ("weight", "name of a parameter")):
+        with pytest.raises(ValueError, match=text):
+            torchrec.WarmupOptimizer(inner, stages, param_name=taken)
+
+
+def test_records_have_the_default_range_of_initial_weights() -> None:
+    record = torchrec.EmbeddingTableConfig(num_embeddings=25, embedding_dim=4)
+    assert (record.get_weight_init_min(), record.get_weight_init_max()) == (-0.2, 0.2)
+    record.weight_init_min, record.weight_init_max = 0.0, 1.0
+    assert (record.get_weight_init_min(), record.get_weight_init_max()) == (0.0, 1.0)
 
 
 def test_plans_take_members_of_enums_and_shardings_of_emblib() -> None:

@@ -520,7 +520,12 @@ def test_a_module_without_values_takes_those_of_a_state_dict() -> None:
     ids, offsets = torch.arange(60) % 30, torch.arange(61)
     made[0](ids, offsets)
     made[0].populate()
+    made[1](ids, offsets)
+    made[1].populate()
     made[1]._apply(lambda tensor: torch.full_like(tensor, 7))
+    assert made[1].cached_ids(0).numel() == 0
+    assert torch.equal(made[1](ids, offsets), made[1].trains(ids, offsets))
+    made[1].populate()
     made[1].load_state_dict(made[0].state_dict())
     assert torch.equal(made[1](ids, offsets), made[0](ids, offsets))
     assert torch.equal(made[1].rows_of_features, made[0].rows_of_features)

@@ -159,6 +159,19 @@ def test_callbacks_may_be_appended() -> None:
     assert ready.wait() == 30
 
 
+class _WithoutInit(LazyAwaitable[Tensor]):
+    def __init__(self, value: Tensor) -> None:  # does not call that of the base class
+        self.value = value
+
+    def _wait_impl(self) -> Tensor:
+        return self.value
+
+
+def test_a_subclass_need_not_call_the_base_class() -> None:
+    lazy = _WithoutInit(torch.ones(2)).then(lambda value: value + 1)
+    assert lazy.tolist() == [2.0, 2.0]
+
+
 class _Doubled(LazyAwaitable[Tensor]):
     def __init__(self, values: Tensor) -> None:
         super().__init__()

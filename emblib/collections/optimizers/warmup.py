@@ -14,7 +14,6 @@ from emblib.collections.optimizers.keyed import KeyedOptimizer, OptimizerWrapper
 from emblib.optim.base import check_learning_rate, number_or_nan
 from emblib.specs import OptionEnum
 
-_WARMUP_KEY = "__warmup"  # key in `state`, which is not the name of a parameter
 _NO_END = 1 << 62  # a step that no training reaches
 
 
@@ -137,12 +136,13 @@ class WarmupOptimizer(OptimizerWrapper):
         stages: stages of the schedule, in order of ascending `max_iters`.
         lr: rate that is multiplied, for all groups; None is the rate that each group has now.
         lr_param: key of the rate in the groups.
+        param_name: key of the current step and stage in `state`, where names of parameters are.
 
     Raises:
         TypeError: `optimizer` is not a `KeyedOptimizer`.
         ValueError: `max_iters` of the stages are not > 0 and ascending, `lr` is not a finite number
-            >= 0, or `optimizer` contains another `WarmupOptimizer` whose progress a state dict
-            would mix up with this one's.
+            >= 0, or `param_name` is that of a parameter, or of another `WarmupOptimizer` within
+            `optimizer`.
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class WarmupOptimizer(OptimizerWrapper):
         stages: Sequence[WarmupStage],
         lr: float | None = None,
         lr_param: str = "lr",
+        param_name: str = "__warmup",
     ) -> None:
         super().__init__(optimizer)
         if lr is not None:
@@ -159,9 +160,15 @@ class WarmupOptimizer(OptimizerWrapper):
         last_steps = [stage.max_iters for stage in stages]
         if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
             raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {last_steps}")
-        if _WARMUP_KEY in self.extra_state_names:
-            raise ValueError("the optimizer is in a WarmupOptimizer already: give that all stages")
-        self.extra_state_names = (*self.extra_state_names, _WARMUP_KEY)
+        if param_name in self.extra_state_names:
+            raise ValueError(
+                "the optimizer is in a WarmupOptimizer already: give that all stages, or this one "
+                f"another param_name than {param_name!r}"
+            )
+        if param_name in self.params:
+            raise ValueError(f"param_name must not be the name of a parameter, got {param_name!r}")
+        self.extra_state_names = (*self.extra_state_names, param_name)
+        self._param_name = param_name
         self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, _NO_END))
         self._lr_param = lr_param
         self._rates = [group.get(lr_param) if lr is None else lr for group in self.param_groups]
@@ -188,7 +195,10 @@ class WarmupOptimizer(OptimizerWrapper):
         """Return the state of the wrapped optimizer, and the current step and stage."""
         state_dict = super()._make_state_dict()
         progress = torch.tensor([self._step, self._stage], device="cpu")
-        return {**state_dict, "state": {**state_dict["state"], _WARMUP_KEY: {"warmup": progress}}}
+        return {
+            **state_dict,
+            "state": {**state_dict["state"], self._param_name: {"warmup": progress}},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the wrapped optimizer, and continue from the saved step.
@@ -203,14 +213,14 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def _load_checked(self, state_dict: Mapping[str, Any]) -> None:
         states = dict(state_dict["state"])
-        progress = self._checked_progress(states.pop(_WARMUP_KEY, None))
+        progress = self._checked_progress(states.pop(self._param_name, None))
         super()._load_checked({**state_dict, "state": states})
         self._step, self._stage = progress
         self._set_rate()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name."""
-        self._checked_progress(state_dict["state"].get(_WARMUP_KEY))
+        self._checked_progress(state_dict["state"].get(self._param_name))
         return super().check_state_dict(state_dict)
 
     def _checked_progress(self, saved_state: Mapping[str, Tensor] | None) -> tuple[int, int]:

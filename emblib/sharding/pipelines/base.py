@@ -113,11 +113,11 @@ class TrainPipelineBase:
         """Return the number of finished steps, e.g. for a loader that resumes after them."""
         return self._meter.step
 
-    def progress(self, batches: Iterator[Any]) -> Any:
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train the next batch, call `on_progress`, and return the output of `forward`.
 
-        All ranks must call this equally often. If `batches` is another iterator than in the last
-        call, batches that were already read from the earlier iterator are trained first. With
+        All ranks must call this equally often. If `dataloader_iter` is another iterator than in the
+        last call, batches that were already read from the earlier one are trained first. With
         `DrainAll` a rank without further batches computes an empty batch. A model in eval mode is
         only run forward. After an error of a step, the next call trains the batch after it.
 
@@ -125,8 +125,8 @@ class TrainPipelineBase:
             StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may pass
                 a new iterator.
             ValueError: the model is in training mode, and the pipeline has no optimizer.
-            TypeError: `batches` is not an iterator or returned None, or `forward` returned no loss
-                to train with.
+            TypeError: `dataloader_iter` is not an iterator or returned None, or `forward` returned
+                no loss to train with.
             RuntimeError: another rank could not read its batch; that rank raises its own error.
                 With `AssumeEqual` other ranks wait for it instead.
             Exception: the iterator, the model, the optimizer or `on_progress` raised it.
@@ -137,7 +137,7 @@ class TrainPipelineBase:
                 "model.fused_optimizer, or call model.eval()"
             )
         self._meter.begin()
-        self._loader.set_iterator(batches)
+        self._loader.set_iterator(dataloader_iter)
         step = self._next_step()
         if step is None:
             self._meter.pause()
@@ -419,7 +419,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
             ranks=ranks,
         )
 
-    def progress(self, batches: Iterator[Any]) -> Any:
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Evaluate the next batch and return the whole result of `forward`.
 
         Raises:
@@ -428,7 +428,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         """
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before evaluation")
-        return in_grad_mode(super().progress, enabled=False)(batches)
+        return in_grad_mode(super().progress, enabled=False)(dataloader_iter)
 
     def _loss_and_output(self, result: Any) -> tuple[Any, Any]:
         return None, result
