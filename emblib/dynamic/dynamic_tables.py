@@ -117,10 +117,12 @@ class TableSpecs(tuple[DynamicSpec, ...]):
 def tables_of(model: nn.Module) -> DynamicTables:
     """Return the dynamic tables of a model by name, wherever they are in it.
 
-    In a model over ranks, handles are collectives, and names are the same on all ranks.
+    In a model over ranks, handles are collectives, and names are the same on all ranks. Names in a
+    `DistributedModelParallel` are those in the model inside it.
     """
+    inner: Any = model.module if getattr(model, "wraps_module", False) else model
     tables_by_path: dict[str, DynamicTables] = {}
-    for path, module in model.named_modules():
+    for path, module in inner.named_modules():
         is_covered = any(not outer or path.startswith(f"{outer}.") for outer in tables_by_path)
         if not is_covered and hasattr(module, "table_handles"):
             tables_by_path[path] = module.table_handles()

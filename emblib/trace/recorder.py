@@ -81,14 +81,16 @@ def find_embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
 
 def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
     """Return the outermost embedding modules of a model; the model itself if it has none."""
+    # A DistributedModelParallel has the names of the model inside it, as in state dicts.
+    model: Any = root.module if getattr(root, "wraps_module", False) else root
     embeddings: list[NamedEmbedding] = []
     outer_paths: list[str] = []
-    for path, module in root.named_modules():
+    for path, module in model.named_modules():
         if any(path.startswith(f"{outer_path}.") or not outer_path for outer_path in outer_paths):
             continue
         reader = _find_reader(module)
         if reader is not None:
-            embeddings.append(NamedEmbedding(path or type(root).__name__, module, reader))
+            embeddings.append(NamedEmbedding(path or type(model).__name__, module, reader))
             outer_paths.append(path)
     return embeddings or [NamedEmbedding(type(root).__name__, root, _read_keyed)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from emblib import (
     EmbeddingBagCollection,
@@ -17,9 +18,10 @@ from emblib import (
     KeyedJaggedTensor,
     KeyStatus,
     PerFeature,
+    TraceRecorder,
     optim,
 )
-from emblib.dynamic import DynamicTable, TableStatistics
+from emblib.dynamic import DynamicTable, TableStatistics, tables_of
 from emblib.sharding import (
     DistributedModelParallel,
     GradientReduction,
@@ -402,3 +404,23 @@ def rules_of_features(ranks: RankGroup) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_rules_of_features(world: int) -> None:
     worlds.run(world, rules_of_features)
+
+
+def test_names_in_a_model_over_ranks_are_those_in_the_model() -> None:
+    """Handles, change logs and traces name tables as the unsharded model does."""
+    model = nn.ModuleDict({"left": source(), "right": source()})
+    names = list(tables_of(model))
+    traced = _traced_tables(model)
+    plan = {"left": PLAN, "right": PLAN}
+    sharded = DistributedModelParallel(model, RankGroup.single(), plan=plan)
+    assert "left.user" in names
+    assert list(tables_of(sharded)) == list(sharded.tables) == names
+    assert _traced_tables(sharded) == traced
+    assert "left.user" in traced
+
+
+def _traced_tables(model: Any) -> set[str]:
+    with TraceRecorder(model) as recorder:
+        for collection in getattr(model, "module", model).values():
+            collection(batch(0, 0))
+    return {feature.table for feature in recorder.trace.features}
