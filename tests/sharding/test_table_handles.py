@@ -422,5 +422,5 @@ def test_names_in_a_model_over_ranks_are_those_in_the_model() -> None:
 def _traced_tables(model: Any) -> set[str]:
     with TraceRecorder(model) as recorder:
         for collection in getattr(model, "module", model).values():
-            collection(batch(0, 0))
+            collection.eval()(batch(0, 0))
     return {feature.table for feature in recorder.trace.features}
