@@ -261,6 +261,10 @@ def _tbe_backward(draw: random.Random) -> Call:
     memory = (weights, states, hyper, OPTIMIZER[problem.optimizer.name], problem.grad)
     batch = (problem.features, problem.indices, problem.offsets, None)
     rest = (POOLING["sum"], problem.total_rows)
+    if draw.random() < 0.5:
+        groups = _ops.tbe_group(*batch, problem.total_rows)
+        slots = [torch.full_like(groups[2], -1)] if draw.random() < 0.5 else []
+        rest = (*rest, False, None, [*groups, *slots])
     return Call("tbe_backward_", (*memory, *batch, *rest), check)
 
 
