@@ -107,7 +107,7 @@ class TTTableColumn(IntEnum):
     LEFT_INNER_ROWS = 4  # rows of the second core, 1 if the left half has none
     RIGHT_IDS = 5  # number of ids of right halves
     LEFT_IS_PAIR = 6  # 1 if the left half is two cores
-    FIRST_KEY = 7  # key of the table's first id, among all tables
+    FIRST_KEY = 7  # the table's first key, among all tables
     FIRST_LEFT = 8  # the table's first id of a left half, among all tables
     FIRST_RIGHT = 9  # the table's first id of a right half, among all tables
 

@@ -272,7 +272,8 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     kTailRate,   // a TailRate
     kThreshold,  // a row of a higher count is in the tail
     kThresholdIsRelative,  // above 0: the threshold is a fraction of kLargestCount, rounded down
-    kLargestCount          // the largest count of a row of the table, plus 1
+    // The largest count of a row of the module when it was last measured, plus 1; 1 before.
+    kLargestCount
   };
   static constexpr const char* kName = "rowwise_adagrad_counter";
   static constexpr int kNumHyper = 11, kRowStates = 3;

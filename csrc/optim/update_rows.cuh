@@ -1,7 +1,7 @@
 // Applies an optimizer to all rows of matrices with dense gradients on the GPU. A warp updates a
 // row of at most 128 columns, and a block updates a wider row. A row whose gradient is zero
-// throughout was not part of the batch and keeps its weights and states. A launch updates one
-// matrix (launch_update_rows), which is an argument of the kernel, or any number of matrices
+// throughout keeps its weights and states, as if it were not part of the batch. A launch updates
+// one matrix (launch_update_rows), which is an argument of the kernel, or any number of matrices
 // (launch_update_matrices), which are listed in device memory. Neither waits for the device.
 #pragma once
 

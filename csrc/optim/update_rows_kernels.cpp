@@ -1,6 +1,6 @@
 // An optimizer over rows of a matrix on one CPU thread: the functions of UpdateRowsTable
-// (optim/args.h). A row whose gradient is zero throughout was not part of the batch and keeps its
-// weights and states.
+// (optim/args.h). A row whose gradient is zero throughout keeps its weights and states, as if it
+// were not part of the batch.
 #include "optim/args.h"
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"

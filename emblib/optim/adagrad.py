@@ -62,10 +62,11 @@ def encode_steps(steps: Tensor) -> Tensor:
 class TailRate(OptionEnum):
     """Learning rate of the rows seen more often than `Counter.threshold`.
 
-    `c` is the count of the row, `largest` the largest count of the table plus 1, `bound` a field of
-    the `Counter`. EQUAL leaves the rate unchanged. RAISED multiplies it by
-    `(largest / (c + 1)) ** bound`, clamped to [1, 10]; LOWERED by `((c + 1) / largest) ** bound`,
-    clamped to [0.1, 1]. BY_COUNT replaces the step size by `lr / (sqrt(bound * c) + eps)`.
+    `c` is the count of the row, `bound` a field of the `Counter`. `largest` is the largest count of
+    a row of the module plus 1, measured every `Counter.update_every` steps; it is 1 before. EQUAL
+    leaves the rate unchanged. RAISED multiplies it by `(largest / (c + 1)) ** bound`, clamped to
+    [1, 10]; LOWERED by `((c + 1) / largest) ** bound`, clamped to [0.1, 1]. BY_COUNT replaces the
+    step size by `lr / (sqrt(bound * c) + eps)`.
 
     Example:
         >>> counter = emblib.optim.Counter(tail=emblib.optim.TailRate.BY_COUNT, threshold=10)
@@ -88,8 +89,7 @@ _DECAYS = (None, L2, Decoupled, AdagradW)
 class RelativeThreshold:
     """A threshold of `floor(fraction_of_largest * largest)`.
 
-    `largest` is the largest count of the table plus 1, as in `TailRate`. `Counter` checks that the
-    fraction is finite.
+    `largest` is that of `TailRate`. `Counter` checks that the fraction is finite.
 
     Example:
         >>> emblib.optim.Counter(threshold=emblib.optim.RelativeThreshold(0.5)).threshold

@@ -234,7 +234,7 @@ class _CounterNumbers(NamedTuple):
     tail: float  # -1 EQUAL, 0 RAISED, 1 LOWERED, 2 BY_COUNT (`TailRate`)
     threshold: float
     threshold_is_relative: float  # 1 if the threshold is a fraction of the largest count
-    largest: float  # the largest count of the table plus 1
+    largest: float  # the largest count of the module plus 1, as last measured
 
 
 def _tail_rate(rows: RowBatch, plain_rate: Tensor, count: Tensor) -> Tensor:
