@@ -180,12 +180,13 @@ def _is_read(key: str, kind: kinds.Kind, cells: Sequence[Cell]) -> bool:
     cell_kinds = [kinds.find(cell.kind) for cell in cells]
     arms = [arm for cell in cells for arm in cell.arms]
     has_ranks = any(arm.rank for arm in arms)
+    swept_arms = [arm for cell in cells if cell.section == SWEEP for arm in cell.arms]
     is_read = {  # by key or group
         "gate": kind.name in GATE_KINDS,
         "sharding": any(kind.arms.ranks is Ranks.OF_WORLDS for kind in cell_kinds),
         "contenders": not kind.arms.only_arm,
         "tt": has_ranks,
-        "sweep.rank": has_ranks,
+        "sweep.rank": any(arm.rank for arm in swept_arms),
         "cache": bool(kind.arms.only_arm) or any(arm.cache for arm in arms),
         "timing.modes": not all(kind.measurement.modes for kind in cell_kinds),
         "timing.replicates": any(kind.measurement.repetition is not ONCE for kind in cell_kinds),

@@ -20,7 +20,7 @@ import pandas as pd
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import PLAIN, QUALITY_METHODS, Arm, Cell
 from experiments.kinds import base
-from experiments.quality import DATA
+from experiments.quality import DATA, MIN_SAMPLES
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -62,7 +62,9 @@ class Quality(base.Kind):
     options = QualityOptions
     option_rules: ClassVar[Mapping[str, base.OptionRule]] = {
         "data": base.OptionRule(f"among {', '.join(DATA)}", DATA.__contains__),
-        "samples": base.NOT_NEGATIVE,
+        "samples": base.OptionRule(
+            f"0 or >= {MIN_SAMPLES}", lambda samples: not samples or samples >= MIN_SAMPLES
+        ),
         "scale": base.POSITIVE,
         "shares": base.SHARE,
         "rates": base.POSITIVE,

@@ -12,6 +12,7 @@ from experiments.config.sweep import PLAIN, Arm, Cell
 from experiments.contenders.registry import MissingLibrary
 from experiments.measure.outcome import Outcome, make_record
 from experiments.measure.session import Session
+from experiments.quality import MIN_SAMPLES
 from experiments.quality.data import Clicks, DataSource, UnreadableData, load
 from experiments.quality.methods import FLOAT_BYTES, StoredTables
 from experiments.quality.training import (
@@ -32,14 +33,16 @@ SMOKE_SAMPLES = 600  # maximum number of samples in a smoke run
 def quality_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return one record per arm: a method with a share of the bytes.
 
-    If the samples cannot be read, all arms fail. Replicates differ by the seed of initial values
-    and of the order of samples. `seconds` is not used: training has no time limit.
+    If the samples cannot be read or are too few, all arms fail. Replicates differ by the seed of
+    initial values and of the order of samples. `seconds` is not used: training has no time limit.
     """
     options, plan = cell.options, _training_plan(cell, session)
     outcomes = {arm: Outcome(arm) for arm in cell.arms}
     try:
         session.note("|reading the samples")
         clicks = load(_data_source(cell, session)).to(session.device)
+        if (num_samples := len(clicks.labels)) < MIN_SAMPLES:
+            raise UnreadableData(f"{clicks.name}: {num_samples} samples, fewer than {MIN_SAMPLES}")
     except (MissingLibrary, UnreadableData) as error:
         for outcome in outcomes.values():
             outcome.fail(error)

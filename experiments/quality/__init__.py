@@ -4,5 +4,6 @@
 several ways, `training` trains a model and scores its predictions.
 """
 
+MIN_SAMPLES = 10  # of a data set: with fewer, the validation or test samples may be none
 DATA = ("planted", "movielens", "flights", "criteo", "interactions")
 """Names of the data sets; each is described by the function of this name in `data`."""

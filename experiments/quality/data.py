@@ -29,7 +29,7 @@ VALID_SHARE, TEST_SHARE = 0.1, 0.2  # of the samples
 
 
 class UnreadableData(Exception):
-    """A file of samples is damaged or has another layout; the message has the problem."""
+    """A file of samples is damaged, has another layout or too few; the message has the problem."""
 
 
 @dataclass(frozen=True)

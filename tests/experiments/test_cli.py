@@ -154,6 +154,7 @@ PROBES = {
     ("+experiment=selftest_aa", "device=cpu", "gate.max_pairs=4"): "not read gate.max_pairs",
     ("+experiment=gate_power", "device=cpu", "rerun=all"): "gate_power does not read rerun",
     (SWEPT, "tt.ranks=[8]"): "'tt.ranks=[8]' changes nothing: tbe_vs_torch does not read tt.ranks",
+    (OK, "contenders=[tbe,torch]", "sweep.rank=[4,8]"): "tt_vs_tbe does not read sweep.rank",
     (SWEPT, "sharding.worlds=[2]"): "does not read sharding.worlds",
     (SWEPT, "gate.base=HEAD"): "does not read gate.base",
     (SWEPT, "workload=uniform"): "sweep.s changes nothing about uniform ids: leave it out with",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from experiments import cli
+from experiments.config.schema import Config, WorkloadConfig
+from experiments.config.sweep import Arm, Cell
 from experiments.kind_reports.quality import excess_sentence
-from experiments.kinds.quality import frame, t_interval
+from experiments.kinds.quality import QualityOptions, frame, t_interval
+from experiments.measure.quality import quality_cell
+from experiments.measure.session import Session
 from experiments.report.data import Run
 from experiments.results.store import read_records
 from tests.experiments.smoke_host import SmokeHost
@@ -130,6 +136,16 @@ def test_one_seed_has_no_interval() -> None:
     assert all(math.isnan(end) for end in t_interval([0.5])[1:])
 
 
+def test_a_file_of_too_few_samples_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "views.csv").write_text("user,item,time\n1,2,3\n4,5,6\n")
+    workload = WorkloadConfig(B=4, D=4, file=str(tmp_path / "views.csv"))
+    options = dataclasses.asdict(QualityOptions(data=["interactions"], samples=0))
+    cell = Cell("views", "", workload, (Arm("plain"),), kind="quality", options=options)
+    (record,) = quality_cell(cell, Session(Config(), torch.device("cpu"), "test"), 1.0)
+    assert record["status"] == "error"
+    assert "interactions: 4 samples, fewer than 10" in record["reason"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -140,7 +156,7 @@ def test_one_seed_has_no_interval() -> None:
         (["options.data=[nothing]"], "options.data must be among planted, movielens"),
         (["options.epochs=0"], "options.epochs must be >= 1, got 0"),
         (["options.timed_steps=0"], "options.timed_steps must be >= 1, got 0"),
-        (["options.samples=-1"], "options.samples must be >= 0, got -1"),
+        (["options.samples=-1"], "options.samples must be 0 or >= 10, got -1"),
         (["options.scale=0"], "options.scale must be > 0, got 0.0"),
         (["options.large=2"], "options.large must be in [0, 1], got 2.0"),
         (["optimizer=sgd"], "trains tables with adagrad"),
