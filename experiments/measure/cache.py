@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,9 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     pool = make_pool(cell.workload, shapes, num_batches, session.config.seed)
     if len(pool.batches) < num_batches:
         raise TraceError(
-            f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples, "
-            f"cache.warm_batches + cache.batches asks for {num_batches}: lower them, or workload.B"
+            f"{Path(cell.workload.file).name} has {len(pool.batches)} batches of "
+            f"{cell.workload.B:,} samples, cache.warm_batches + cache.batches asks for "
+            f"{num_batches}: lower them, or workload.B"
         )
     trace = trace_of(pool, shapes, cell.cache.warm_batches)
     records, measured_sizes = [], set()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     pool = make_pool(cell.workload, shapes, num_batches, session.seed)
     if len(pool.batches) < MIN_BATCHES:
         raise TraceError(
-            f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples; "
-            f"at least {MIN_BATCHES} are needed: lower workload.B"
+            f"{Path(cell.workload.file).name} has {len(pool.batches)} batches of "
+            f"{cell.workload.B:,} samples; at least {MIN_BATCHES} are needed: lower workload.B"
         )
     session.note(f"{arm.key}|analysing")
     stated_rows = table_rows(cell.workload)

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -142,7 +143,8 @@ def make_pool(
         batches.append(Batch(torch.from_numpy(indices), torch.from_numpy(offsets), gradient))
     if not batches:
         raise trace_files.TraceError(
-            f"{workload.file} has fewer than {workload.B:,} samples, one batch: lower workload.B"
+            f"{Path(workload.file).name} has fewer than {workload.B:,} samples, one batch: lower "
+            "workload.B"
         )
     mean_lookups = round(sum(batch.indices.numel() for batch in batches) / len(batches))
     return Pool(
