@@ -151,6 +151,7 @@ def _contents_of_modules(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "sparse_ops": {"get_source_mask": dense_jagged.get_source_mask_with_optional_size},
         "split_embedding_utils": dense_offsets,
         "split_embedding_configs": {
+            "ELEMENT_SIZE": fbgemm_types.ELEMENT_SIZE,
             "EmbOptimType": names["EmbOptimType"],
             "FP8QuantizationConfig": fbgemm_types.FP8QuantizationConfig,
             "QuantizationConfig": fbgemm_types.QuantizationConfig,

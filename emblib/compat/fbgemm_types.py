@@ -240,6 +240,14 @@ class SparseType(enum.Enum):
         return FP8QuantizationConfig(4, 7) if self is SparseType.FP8 else QuantizationConfig()
 
 
+ELEMENT_SIZE = {
+    SparseType(value): number_format.bits // 8
+    for value, number_format in _FORMATS.items()
+    if number_format.bits >= 8
+}
+"""Bytes per value of the formats with whole bytes."""
+
+
 class QuantizationConfig:
     """Options of a number format by name, in `config`; this base class has none."""
 

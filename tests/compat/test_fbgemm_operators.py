@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.compat.fbgemm_operators import OPERATORS, bucketize, jagged, pooled, rowwise
+from emblib.compat.fbgemm_operators import (
+    OPERATORS,
+    bucketize,
+    calibration,
+    jagged,
+    pooled,
+    rowwise,
+)
 from tests.compat.peer import peer_module
 
 LENGTHS = torch.tensor([[2, 0, 3], [1, 4, 0], [0, 2, 2]])
@@ -543,3 +550,33 @@ def test_decoding_refuses_what_is_not_quantised_rows(rows: torch.Tensor) -> None
         rowwise.fused_8bit_to_float(rows)
     with pytest.raises(RuntimeError, match="uint8 rows of at least 4 bytes"):
         rowwise.fused_nbit_to_float(rows, 4)
+
+
+def test_ids_are_drawn_as_they_are_distributed() -> None:
+    """Heavy hitters, a Zipf distribution of the others, and clusters of lookups of an id."""
+    torch.manual_seed(1)
+    hitters = torch.tensor([0.2, 0.1])
+    count, arguments = 100_000, (hitters, 0.5, 1.2, 50)
+    ids = calibration.tbe_generate_indices_from_distribution(*arguments, count)
+    shares = [0.0, 0.0, *((k + 0.5) ** -1.2 for k in range(2, 50))]
+    expected = torch.tensor([share / sum(shares) * 0.7 for share in shares])
+    expected[:2] += hitters
+    found = ids.bincount(minlength=50) / count
+    assert found.shape == expected.shape
+    assert ((found - expected).abs() < 5 * (expected / count).sqrt()).all()
+    gaps = (ids == 9).nonzero().flatten().diff().double()
+    assert gaps.median() < 0.4 * gaps.mean()  # 0.69 if the order were random
+    assert calibration.tbe_generate_indices_from_distribution(*arguments, 0).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("hitters", "max_index", "text"),
+    [
+        (torch.ones(2, 2), 9, "heavy_hitters must be float32 or float64 with 1 dimension"),
+        (torch.ones(2, dtype=torch.int64), 9, "heavy_hitters must be"),
+        (torch.ones(9) / 9, 9, "max_index must be greater"),
+    ],
+)
+def test_distributions_of_ids_are_checked(hitters: Tensor, max_index: int, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        calibration.tbe_generate_indices_from_distribution(hitters, 1.0, 1.0, max_index, 5)

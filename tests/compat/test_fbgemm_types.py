@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from emblib.compat import fbgemm as ours
-from tests.compat.peer import fbgemm
+from emblib.compat import fbgemm_types
+from tests.compat.peer import fbgemm, peer_module
 
 _T = TypeVar("_T")
 MODULES = ["SplitTableBatchedEmbeddingBagsCodegen", "DenseTableBatchedEmbeddingBagsCodegen"]
@@ -146,6 +147,15 @@ def test_number_formats(kind: ours.SparseType) -> None:
     assert config.config == other_config.config
     for name in config.config or ("exponent_bits",):
         assert config.get(name) == other_config.get(name)
+
+
+def test_sizes_of_values() -> None:
+    theirs = peer_module("fbgemm_gpu.split_embedding_configs")
+    sizes, other_sizes = (
+        {kind.name: size for kind, size in library.ELEMENT_SIZE.items()}
+        for library in (fbgemm_types, theirs)
+    )
+    assert sizes == other_sizes
 
 
 def test_options_of_number_formats_are_checked() -> None:

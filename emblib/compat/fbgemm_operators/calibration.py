@@ -414,3 +414,58 @@ def padding_fused_tbe_input_combine_with_length(
         functional.pad(lengths, (0, batch_size - lengths.numel())) for lengths in lengths_list
     ]
     return tbe_input_combine_with_length(indices_list, padded_lengths, per_sample_weights)
+
+
+# Requests of benchmarks
+
+_REPEAT_PROBABILITY = 0.6  # that an id is looked up soon after an earlier lookup of it
+_REPEAT_RATE = 5.0  # reciprocal mean time until then, in mean times between lookups of the id
+
+
+@operator("tbe_generate_indices_from_distribution")
+def tbe_generate_indices_from_distribution(
+    heavy_hitters: Tensor, zipf_q: float, zipf_s: float, max_index: int, num_indices: int
+) -> Tensor:
+    """Draw ids from [0, `max_index`), int64 `[num_indices]` on the CPU, as FBGEMM's benchmarks do.
+
+    The first ids have the probabilities `heavy_hitters`. The others share the rest, in proportion
+    to `(id + zipf_q) ** -zipf_s`. Lookups of an id come in clusters. Random numbers are those of
+    torch's generator.
+    """
+    check(
+        heavy_hitters.dim() == 1 and heavy_hitters.dtype in (torch.float32, torch.float64),
+        "heavy_hitters must be float32 or float64 with 1 dimension, got "
+        f"{heavy_hitters.dtype} {list(heavy_hitters.shape)}",
+    )
+    num_hitters = heavy_hitters.numel()
+    check(
+        num_hitters < max_index,
+        f"max_index must be greater than the number of heavy_hitters, {num_hitters}: {max_index}",
+    )
+    hot = heavy_hitters.double().cpu()
+    other_ids = torch.arange(num_hitters, max_index, dtype=torch.float64, device="cpu")
+    shares = (other_ids + zipf_q) ** -zipf_s
+    ends = torch.cat([hot, shares / shares.sum() * (1 - hot.sum()).clamp(min=0)]).cumsum(0)
+    drawn = torch.rand(num_indices, dtype=torch.float64, device="cpu") * ends[-1]
+    ids = torch.searchsorted(ends, drawn, right=True).clamp(max=max_index - 1).sort().values
+    return ids[_clustered_times(ids).argsort()]
+
+
+def _clustered_times(ids: Tensor) -> Tensor:
+    """Return the time of each lookup, float64 `[N]`; `ids`, int64 `[N]`, ascend.
+
+    A lookup is at a time in [0, 1), or follows an earlier one of the same id.
+    """
+    counts = torch.unique_consecutive(ids, return_counts=True)[1]
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    positions = torch.arange(ids.numel(), device="cpu")
+    earlier = first + (torch.rand(ids.shape, device="cpu") * (positions - first)).long()
+    follows = (positions > first) & (torch.rand(ids.shape, device="cpu") < _REPEAT_PROBABILITY)
+    times = torch.rand(ids.shape, dtype=torch.float64, device="cpu")
+    delays = torch.empty_like(times).exponential_() / (_REPEAT_RATE * counts).repeat_interleave(
+        counts
+    )
+    delays, leaders = delays * follows, torch.where(follows, earlier, positions)
+    for _ in range(ids.numel().bit_length()):  # each round doubles the number of steps to a leader
+        delays, leaders = delays + delays[leaders], leaders[leaders]
+    return times[leaders] + delays
