@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -307,9 +307,9 @@ class TableCollection(nn.Module):
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values from one seed per table; None draws seeds from torch's generator.
 
-        Optimizer states, steps and learning rates are reset. A shared table changes for all
-        collections that read it. Call it also after `to_empty` of a collection that was
-        constructed on `meta`.
+        Hash tables are emptied; optimizer states, steps and learning rates are reset. A shared
+        table changes for all collections that read it. Call it also after `to_empty` of a
+        collection that was constructed on `meta`.
 
         Raises:
             KeyError: `seeds` lacks a table; nothing is changed then.
@@ -317,12 +317,15 @@ class TableCollection(nn.Module):
         self.groups.reset_parameters(seeds)
 
     def set_optimizers(self, optimizers: Mapping[str, Optimizer | None]) -> None:
-        """Change the optimizers of tables; weights are kept, optimizer states are reset.
+        """Change the optimizers of tables: their weights are kept, their optimizer states reset.
 
-        The optimizer of a shared table changes for all collections that read it.
+        The optimizer of a shared table changes for all collections that read it. The other tables
+        keep their states, steps and learning rates; a table whose new optimizer equals that of one
+        of them has its step and learning rate.
 
-        New modules replace the old ones, so the memory of all tables is needed twice for a moment.
-        The parameters stay the same objects, and frozen tables stay frozen.
+        New modules replace the old ones, so the memory of all tables is needed twice for a moment,
+        and a `FusedOptimizer` that was made before has no effect. The parameters stay the same
+        objects, and frozen tables stay frozen.
 
         Args:
             optimizers: optimizer per table name. None uses the optimizer of the collection; a
@@ -349,7 +352,7 @@ class TableCollection(nn.Module):
             for name, optimizer in optimizers.items()
             if name in self._shared
         ]
-        old_groups, configs = self.groups, self.configs
+        configs = self.configs
         if unshared_names:
             self.configs = tuple(
                 replace(config, optimizer=optimizers[config.name])
@@ -359,18 +362,14 @@ class TableCollection(nn.Module):
             )
             try:
                 make_groups = without_initial_values(self._make_groups)
-                groups = make_groups(old_groups.device, old_groups.seeds)
+                groups = make_groups(self.device, self.groups.seeds)
             except BaseException:
                 self.configs = configs
                 raise
         for install in installs:
             install()
-        if not unshared_names:
-            return
-        groups.set_output_dtype(old_groups.output_dtype)
-        groups.adopt(old_groups)
-        groups.train(self.training)
-        self._set_groups(groups)
+        if unshared_names:
+            self._replace_groups(groups, names - unshared_names)
 
     def check_replaceable(self) -> None:
         """Raise ValueError if a table cannot move to a new module, see `set_optimizers`."""
@@ -379,22 +378,31 @@ class TableCollection(nn.Module):
         for handle in self.groups.handles:
             handle.check_replaceable()
 
-    @without_gradients
     def read_shared(self, tables: Mapping[str, SharedTable]) -> None:
         """Read shared tables in place of the tables of this collection with the same names.
 
         New modules are made, as by `set_optimizers`; other tables keep their rows and states.
         """
-        old_groups = self.groups
         self._shared = {**self._shared, **tables}
-        groups = without_initial_values(self._make_groups)(old_groups.device, old_groups.seeds)
+        groups = without_initial_values(self._make_groups)(self.device, self.groups.seeds)
+        self._replace_groups(groups, {config.name for config in self.configs})
+
+    @without_gradients
+    def _replace_groups(self, groups: TableGroups, trained_names: Collection[str]) -> None:
+        """Install new groups of the same tables, with the rows of the present ones.
+
+        Unshared tables in `trained_names` keep their optimizer states, steps and learning rates.
+        """
+        old_groups = self.groups
         groups.set_output_dtype(old_groups.output_dtype)
         for i, handle in groups.unshared_handles() if old_groups.device.type != "meta" else ():
             table_slice, source = groups.slices[i], old_groups.handles[i]
-            block = (0, 1) if table_slice.storage.is_keyed else None
-            table_slice.storage.copy_slice(table_slice, source, handle, block)
-            if has_hyperparams(handle.module) and has_hyperparams(source.module):
-                handle.module.load_hyperparams(source.module.hyperparams)
+            if table_slice.config.name in trained_names:
+                block = (0, 1) if table_slice.storage.is_keyed else None
+                table_slice.storage.copy_slice(table_slice, source, handle, block)
+                if has_hyperparams(source.module):
+                    for module in handle.fused_modules():
+                        module.load_hyperparams(source.module.hyperparams)
         groups.adopt(old_groups)
         groups.train(self.training)
         self._set_groups(groups)

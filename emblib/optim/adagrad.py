@@ -112,8 +112,8 @@ class Counter:
         halflife: steps after which an occurrence counts half; 0 counts only the last occurrence,
             a negative one counts all fully. `Decoupled` or `L2` decay multiplies rows by
             `1 - halflife / count * rate * a`, so rows grow if `halflife` < 0; `a` is the learning
-            rate for `Decoupled`, the step size for `L2`. The penalty of `L2` is added to the
-            gradients only in the state `sum`.
+            rate for `Decoupled`, for `L2` the step size without `tail`. The penalty of `L2` is
+            added to the gradients only in the state `sum`.
         start: step after which rows decay and rates are adjusted; <= 0 begins with the first step.
         bound: exponent or factor of `tail` (see `TailRate`), or bound of the rate of `AdagradW`.
         tail: learning rate of the rows above the threshold; not used by `AdagradW` with a

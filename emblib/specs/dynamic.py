@@ -290,9 +290,10 @@ class DynamicSpec:
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
         max_load: load, in keys per row in use, above which a table begins to double its rows, in
-            steps, while its keys grow by another quarter; so the load falls to about half of
-            `max_load` before it rises again. The default 0.8 is the highest load at which tests of
-            all sizes found a slot for every key; above it some keys are evicted early.
+            steps, while its keys grow by another quarter (the last time to `capacity`, less than
+            four times the rows); so the load falls before it rises again. The default 0.8 is the
+            highest load at which tests of all sizes found a slot for every key; above it some keys
+            are evicted early.
         eviction: order in which keys are evicted when both buckets of a new key are full.
         insert_policy: condition for a new key to evict the lowest-ranked key, see `InsertPolicy`.
         initializer: first values of a row, a function of seed, table, key and element.

@@ -512,17 +512,21 @@ class HashHandle(TableHandle):
     def adopt(self, other: HashHandle) -> None:
         """Copy the keys and rows of another handle, and take over its parameter object.
 
-        Optimizer states are not copied, and the gradient of the parameter is dropped. On meta only
+        Optimizer states are not copied. If this table has keys, those that `Hash.copy_slice` has
+        copied, they stay, with their states. The gradient of the parameter is dropped. On meta only
         the parameter object is taken over.
         """
         if self._is_placeholder:
             self._parameters["weight"] = other.weight
             return
-        entries = table_entries(other.module, other.index)
-        rows = {key: entries.rows[key] for key in ("weight", LAST_USES) if key in entries.rows}
         module, weight = self.module, other.weight
+        entries = table_entries(module, self.index)
+        if not entries.keys.numel():
+            entries = table_entries(other.module, other.index)
+            rows = {key: entries.rows[key] for key in ("weight", LAST_USES) if key in entries.rows}
+            entries = replace(entries, rows=rows)
         hash_key = other.module.index.hash_key(other.index)
-        set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
+        set_table_entries(module, self.index, entries, hash_key=hash_key)
         fallback_rows = fallback.rows_of(other.module.state, other.index)
         fallback_rows = {
             name: tensor for name, tensor in fallback_rows.items() if name in ("keys", "weight")

@@ -752,7 +752,7 @@ class FloatTables(NamedTuple):
     def from_source(cls, source: Any) -> "FloatTables":
         """Describe the tables of `source`, see `from_float`; TypeError for another source.
 
-        Cached tables are written back to memory first. Rows are not copied.
+        Cached tables are written back to memory first. Only a `GlobalDecay` has the rows copied.
         """
         if isinstance(source, FloatTables):
             return source

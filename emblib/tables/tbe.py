@@ -203,7 +203,7 @@ class TableBatchedEmbeddingBags(FusedTables):
                 self.hyperparams[: len(stored_hyperparams)] = torch.tensor(
                     stored_hyperparams, dtype=torch.float64, device="cpu"
                 )
-                hyperparameters.set_fields_from_hyperparams(self, self.hyperparams)
+                self.load_hyperparams(self.hyperparams)
             for t, (spec, views) in enumerate(zip(self.tables, self.table_views(), strict=True)):
                 if stored_hyperparams is not None and spec.placement is Placement.DISK:
                     continue
@@ -211,13 +211,11 @@ class TableBatchedEmbeddingBags(FusedTables):
                 self._draw(t, weight)
                 for state in states:
                     state.zero_()
-        self._count_forwards_from_step()
 
     def _count_forwards_from_step(self) -> None:
         """Continue to count forwards from the number of steps."""
-        self._num_begun_steps = self._begun_steps_at_update = (
-            0 if self.hyperparams.is_meta else self.step
-        )
+        step = 0 if self.hyperparams.is_meta else self.step
+        self._num_begun_steps = self._begun_steps_at_update = step
 
     def _draw(self, table: int, weight: Tensor) -> None:
         """Draw the initial values of a table."""
@@ -263,11 +261,11 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_id = BatchId(indices, offsets)
         if torch.compiler.is_compiling() and self._breaks_graphs():
             return self._look_up_eagerly(batch_id, batch_sizes, per_sample_weights)
-        if self._reporting is None or torch.compiler.is_compiling():
+        if (reporting := self._reporting) is None or torch.compiler.is_compiling():
             return self._look_up(batch_id, batch_sizes, per_sample_weights)
-        with self._reporting.timed("tbe.forward_time", indices.device):
+        with reporting.timed("tbe.forward_time", indices.device):
             out = self._look_up(batch_id, batch_sizes, per_sample_weights)
-        self._report_amounts(indices)
+        self._report_amounts(reporting, indices)
         return out
 
     def _prepare_calls(self) -> ShortCalls:
@@ -606,12 +604,11 @@ class TableBatchedEmbeddingBags(FusedTables):
         Raises:
             RuntimeError: no table of the module is cached.
         """
-        if self.row_cache is None:
+        if self.row_cache is None or self._prefetching_cache is None:
             raise RuntimeError(
                 "no table of this module is cached; placements MANAGED_CACHING and DISK are"
             )
         with self._lock:
-            assert self._prefetching_cache is not None
             self._prefetching_cache.wait_for_prefetch()
             return self.row_cache.stats()
 
@@ -624,9 +621,14 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @atomic
     def set_step(self, step: int) -> None:
-        """Continue counting from `step`, as `FusedTables` does; periodic optimizers follow it."""
+        """Continue counting from `step`; periodic optimizers follow it."""
         super().set_step(step)
         self._num_begun_steps = self._begun_steps_at_update = step
+
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Overwrite `hyperparams`; periodic optimizers follow its step."""
+        super().load_hyperparams(values)
+        self._count_forwards_from_step()
 
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.
@@ -671,16 +673,13 @@ class TableBatchedEmbeddingBags(FusedTables):
         """
         self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
 
-    def _report_amounts(self, indices: Tensor) -> None:
-        reporting = self._reporting
-        assert reporting is not None
+    def _report_amounts(self, reporting: Reporting, indices: Tensor) -> None:
         if reporting.is_active:
             reporting.report_amount("tbe.lookups", indices.numel())
             for name, nbytes in self.nbytes().items():
                 reporting.report_amount(f"tbe.{name}_bytes", nbytes)
             if self.row_cache is not None:
-                stats = self.cache_stats()
-                for event, value in stats.events():
+                for event, value in self.cache_stats().events():
                     reporting.report_amount(f"tbe.cache.{event}", value)
         reporting.step += 1
 

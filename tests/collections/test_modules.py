@@ -16,11 +16,14 @@ from emblib import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    Eviction,
     KeyedJaggedTensor,
     KeyedTensor,
     Placement,
     Pooling,
+    TTCache,
     optim,
+    share_tables,
 )
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.dynamic.keys import hash_key_of
@@ -489,6 +492,66 @@ def test_hash_keys_go_with_the_tables() -> None:
     assert _hash_keys(other) == own
     other.set_optimizers(dict.fromkeys(other.handles(), optim.Adam(0.1)))
     assert _hash_keys(other) == own
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        Dense(),
+        Dense(placement=Placement.MANAGED_CACHING),
+        Hash(),
+        Hash(fallback_rows=5, eviction=Eviction.LFU),
+        TensorTrain((2, 2)),
+        TensorTrain((2, 2), cache=TTCache(20, every=2)),
+    ],
+    ids=["dense", "cached", "hash", "fallback", "train", "cached_train"],
+)
+@pytest.mark.parametrize("change", ["set_optimizers", "share_tables"])
+def test_tables_beside_one_that_changes_train_on(storage: Storage, change: str) -> None:
+    """As if nothing had happened, with their optimizer states, steps and learning rates."""
+    config = EmbeddingBagConfig(30, 4, "a", ["x"], storage=storage)
+    other = EmbeddingBagConfig(30, 4, "b", ["x"], optimizer=optim.Adam(0.1))
+    bags = EmbeddingBagCollection([config, other], optimizer=optim.Adam(0.1))
+    untouched, keys = copy.deepcopy(bags), torch.tensor([3, 14, 15, 3])
+    features = KeyedJaggedTensor(["x"], keys, lengths=torch.tensor([3, 1]))
+    for step in range(6):
+        if step == 3:
+            FusedOptimizer.of(bags).param_groups[0]["lr"] = 0.3
+            FusedOptimizer.of(untouched).param_groups[0]["lr"] = 0.3
+            if change == "set_optimizers":
+                bags.set_optimizers({"b": optim.SGD(0.1)})
+            else:
+                share_tables(nn.ModuleList([bags, EmbeddingBagCollection([other])]))
+        outs = [collection(features)["x@a"] for collection in (bags, untouched)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.square().sum().backward()
+
+
+@pytest.mark.parametrize("change", ["set_optimizers", "share_tables", "shard"])
+def test_periodic_optimizers_count_on_in_new_modules(change: str) -> None:
+    """The third step of five is made by a new module; the fifth replaces the weights."""
+    ensemble = optim.EnsembleRowwiseAdagrad(0.1, average_every=2, swap_every=5)
+    configs = [
+        EmbeddingBagConfig(9, 2, "a", ["x"], optimizer=ensemble),
+        EmbeddingBagConfig(9, 2, "b", ["x"], optimizer=optim.SGD(0.1)),
+    ]
+    bags: Any = EmbeddingBagCollection(configs)
+    untouched = copy.deepcopy(bags)
+    features = KeyedJaggedTensor(["x"], torch.tensor([3, 4]), lengths=torch.tensor([2]))
+    for step in range(6):
+        if step == 3 and change == "set_optimizers":
+            bags.set_optimizers({"b": optim.SGD(0.2)})
+        elif step == 3 and change == "share_tables":
+            share_tables(nn.ModuleList([bags, EmbeddingBagCollection(configs)]), ["a"])
+        elif step == 3:
+            bags = ShardedEmbeddingBagCollection(
+                bags, dict.fromkeys("ab", row_wise()), RankGroup.single()
+            )
+        outs = [collection(features)["x@a"] for collection in (bags, untouched)]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.square().sum().backward()
 
 
 @pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])

@@ -135,7 +135,7 @@ class KeyedOptimizer(TorchOptimizer):
 
     @without_gradients
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of the same parameters and groups: all of it, or nothing.
+        """Load a state dict; if its parameters or groups are not the same, nothing is loaded.
 
         Parameters without a state in it lose theirs, as in torch. A state dict without
         `param_groups` leaves the groups unchanged. The load hooks of torch are called: pre-hooks
