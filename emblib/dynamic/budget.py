@@ -49,7 +49,7 @@ class Pressure(NamedTuple):
     """The pressure in a table. The age of a key is the number of training forwards since its use.
 
     Attributes:
-        evicted_keys: number of keys that were evicted since the publication before.
+        evicted_keys: number of keys that new ones evicted since the publication before.
         evicted_age: mean age of these keys when they were evicted; NaN for none.
         lowest_age: mean age of the lowest-ranked key per bucket, of a sample of buckets; infinite
             if the table could shrink by a step without evicting keys.

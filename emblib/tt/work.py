@@ -2,8 +2,9 @@
 
 A row is the product of a left and a right half, which rows share: with cores G_0, G_1, ... the left
 half is G_0 G_1 (G_0 if there are two cores), the right half the product of the others. Forward
-computes each distinct half and each distinct row once. Backward computes the left halves again,
-then the gradients of both halves from the rows' gradients, then the gradients of the cores.
+computes each distinct half and each distinct row once. Backward computes the gradients of both
+halves from the rows' gradients, then the gradients of the cores. It computes halves of two cores
+again unless forward saved them, as it does on a GPU, and with the first left ones on the CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class TTWork(NamedTuple):
         rows: number of distinct rows.
         lefts, rights: number of distinct left and right halves.
         forward, backward: multiply-adds of the products; sums of bags and updates are not counted.
+            `backward` has all left halves again, and no right ones.
 
     Example:
         >>> bags = emblib.TableBatchedTTEmbeddingBags([emblib.TTSpec(1_000_000, 64, (16, 16))])

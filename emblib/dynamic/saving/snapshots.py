@@ -1,8 +1,8 @@
 """Snapshots of dynamic tables, slot by slot: they restore a module byte for byte.
 
-They restore only modules with the same tables, optimizer, precision and admission, without a
-backing store. A module's `save` writes entries instead, which fit tables of any capacity; its
-`load` reads both.
+Only the next sweep by the clock is not in them: it begins with bucket 0. They restore only modules
+with the same tables, optimizer, precision and admission, without a backing store. A module's `save`
+writes entries instead, which fit tables of any capacity; its `load` reads both.
 """
 
 from collections.abc import Mapping
