@@ -152,6 +152,35 @@ class Counting(torch.optim.SGD):
         self.steps = state_dict["steps"]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(2, device="meta"), "model.x is on the meta device"),
+        (torch.eye(2).to_sparse(), "model.x must be a dense tensor"),
+        (torch.eye(2).to_sparse_csr(), "model.x must be a dense tensor"),
+        (
+            torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            "model.x must be a dense tensor",
+        ),
+    ],
+)
+def test_tensors_without_plain_memory_are_refused_by_name(
+    tensor: torch.Tensor, message: str, tmp_path: Path
+) -> None:
+    state = {"model": {"x": tensor}}
+    for save in (checkpoints.save, checkpoints.async_save):
+        with pytest.raises(ValueError, match=message):
+            save(state, tmp_path / "c", ALONE)
+    if tensor.is_meta:
+        with pytest.raises(ValueError, match=message):
+            checkpoints.export(state, tmp_path / "whole.pt", ALONE)
+    else:
+        checkpoints.export(state, tmp_path / "whole.pt", ALONE)
+        exported = checkpoints.load_export(tmp_path / "whole.pt")["model"]["x"]
+        assert exported.layout is tensor.layout
+    assert not (tmp_path / "c").exists()
+
+
 def test_an_optimizer_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
     one, other = (Counting([torch.nn.Parameter(torch.ones(1))], 0.1) for _ in range(2))
     one.steps = 3

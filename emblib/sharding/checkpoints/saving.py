@@ -55,7 +55,8 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     Raises:
         TypeError: `state` is not a dict, `path` is not a path, or a value could not be loaded
             again, because it needs a class that may run code.
-        ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
+        ValueError: `state` has an entry named "emblib", which `NOTES` reserves; or a tensor is
+            sparse, nested, or on the meta device.
         CheckpointError: a rank could not write, e.g. to a full disk, or wrote to another directory
             than the first rank; two values have one dotted name; or another rank raised one of the
             errors above. `path` keeps its checkpoint, unless only the cleanup after the rename of
@@ -101,12 +102,13 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     the file atomically. `load_export` reads the file and compares its checksums; `torch.load` reads
     it without comparing. Unsharded modules load its content, and so do sharded ones.
 
-    Arguments are as for `save`, but `path` is a file, whose directory is created if missing, and
-    the name "emblib" is not reserved.
+    Arguments are as for `save`, but `path` is a file, whose directory is created if missing, the
+    name "emblib" is not reserved, and tensors may be sparse or nested.
 
     Raises:
         TypeError: `state` is not a dict, a value could not be loaded again, because it needs a
             class that may run code, or, on rank 0, `path` is not a path.
+        ValueError: a tensor is on the meta device.
         OSError: this is rank 0 and it could not write.
         CheckpointError: another rank raised one of these.
     """
@@ -122,16 +124,25 @@ def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: a value could not be loaded again.
-        ValueError: the content has an entry with the name `NOTES`.
+        ValueError: the content has an entry with the name `NOTES`, or a tensor that is not dense or
+            has no memory.
     """
     content = checked_values(content)
     if NOTES in content:
         raise ValueError(
             f"{NOTES!r} is the entry for the metadata of a checkpoint: take another name"
         )
-    cuts_by_name = {
-        leaf.name: leaf.value.cuts for leaf in leaves(content) if isinstance(leaf.value, RowStates)
-    }
+    cuts_by_name = {}
+    for leaf in leaves(content):
+        if isinstance(leaf.value, RowStates):
+            cuts_by_name[leaf.name] = leaf.value.cuts
+        elif isinstance(leaf.value, Tensor) and (
+            leaf.value.layout is not torch.strided or leaf.value.is_nested
+        ):
+            raise ValueError(
+                f"{leaf.name} must be a dense tensor, got a sparse or nested one: save the tensors "
+                "that it is made of, or use export"
+            )
     if cuts_by_name:
         text = json.dumps({"cuts": cuts_by_name}, sort_keys=True).encode()
         content[NOTES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

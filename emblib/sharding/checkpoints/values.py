@@ -124,10 +124,13 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: a value could be saved but not loaded again.
+        ValueError: a tensor is on the meta device.
         Exception: a value cannot be pickled, e.g. pickle.PicklingError.
     """
     plain_state: dict[str, Any] = map_values(state, plain_numbers)
     for leaf in leaves(plain_state):
+        if isinstance(leaf.value, Tensor) and leaf.value.is_meta:
+            raise ValueError(f"{leaf.name} is on the meta device: give it memory and values first")
         if isinstance(leaf.value, Tensor) or type(leaf.value) in _PLAIN:
             continue
         data = io.BytesIO()
