@@ -167,8 +167,8 @@ DIFFERS = {
     "FusedOptimizer": "emblib's: `sharded.fused_optimizer` is one, with learning rates and states",
     "FusedOptimizerModule": "virtual: every module with a `fused_optimizer`",
     "KeyedOptimizerWrapper": "state dicts always have `param_groups`",
-    "ShardedTensor": "emblib's `ShardedTable` with `local_shards`, `local_tensor`, `gather` and "
-    "`copy_`",
+    "ShardedTensor": "emblib's `ShardedTable` with `local_shards`, `local_tensor`, `metadata`, "
+    "`gather` and `copy_`",
     "state_dict_to_device": "sharded tables stay sharded; the process group is not needed",
     "CombinedOptimizer": "one `param_groups` list, made at construction",
     "KTRegroupAsDict": "`multi_device` is not needed",
@@ -253,7 +253,8 @@ DIFFERS = {
     "CacheParams": "`stats` raises; `prefetch_pipeline` has no effect: any cache may be prefetched",
     "EmbeddingModuleShardingPlan": "a dict with emblib's checks",
     "EnumerableShardingSpec": "shards only",
-    "ShardMetadata": "`placement` is text, `rank:1/cpu`; torch's is taken, too",
+    "ShardMetadata": "`placement` is text, `rank:1/cpu`, with `rank()` and `device()`; torch's is "
+    "taken, too",
     "ShardingEnv": "`output_dtensor` raises",
     "QuantizedCommCodec": "of FBGEMM's messages, with contexts; emblib's `Codec` is one, too",
     "NoOpQuantizedCommCodec": "emblib's `FP32()`",

@@ -99,13 +99,42 @@ STORAGES = {
 }
 
 
+class ShardPlacement(str):
+    """Rank and device of a shard as text, `rank:1/cpu`, with the methods of torch's placements."""
+
+    __slots__ = ()
+
+    def rank(self) -> int:
+        """Return the rank."""
+        return int(self.removeprefix("rank:").partition("/")[0])
+
+    def device(self) -> torch.device:
+        """Return the device."""
+        return torch.device(self.partition("/")[2])
+
+
 @dataclass(frozen=True)
 class ShardMetadata:
-    """A shard of a table: a block of its rows and columns, and the rank that has it."""
+    """A shard of a table: a block of its rows and columns, and the rank that has it.
+
+    `placement` may be text, which becomes a `ShardPlacement`, or one of torch's.
+    """
 
     shard_offsets: list[int]  # first row and first column
     shard_sizes: list[int]  # number of rows and of columns
-    placement: str  # rank and device, e.g. rank:1/cpu
+    placement: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.placement, str):
+            object.__setattr__(self, "placement", ShardPlacement(self.placement))
+
+
+@dataclass(frozen=True)
+class ShardedTensorMetadata:
+    """The shards of a table on all ranks, and the size of the whole table."""
+
+    shards_metadata: list[ShardMetadata]
+    size: torch.Size
 
 
 class LocalShard(NamedTuple):
@@ -134,15 +163,21 @@ class ShardedTensor(ShardedTable):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the shards of this rank; their tensors share memory with the table."""
-        local_shards = []
-        for shard_index, part in self.parts.items():
-            shard, num_dims = self.shards[shard_index], self.dim()
-            offsets = [shard.rows[0], shard.columns[0]][:num_dims]
-            metadata = ShardMetadata(
-                offsets, list(shard.shape)[:num_dims], f"rank:{shard.rank}/{part.device.type}"
+        shards = self.metadata().shards_metadata
+        return [LocalShard(part, shards[index]) for index, part in self.parts.items()]
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Return the positions of the shards of all ranks, in the order of `shards`."""
+        num_dims = self.dim()
+        shards = [
+            ShardMetadata(
+                [shard.rows[0], shard.columns[0]][:num_dims],
+                list(shard.shape)[:num_dims],
+                f"rank:{shard.rank}/{self.device.type}",
             )
-            local_shards.append(LocalShard(part, metadata))
-        return local_shards
+            for shard in self.shards
+        ]
+        return ShardedTensorMetadata(shards, self.shape)
 
     def local_tensor(self) -> Tensor:
         """Return the values of the only shard of this rank.
@@ -417,14 +452,11 @@ def _torchrec_type_name(table: sharding.ParameterSharding) -> str:
 
 
 def _to_shard(shard: Any) -> Shard:
-    """Convert a `ShardMetadata`; in torch's class of this name, the placement is an object."""
+    """Convert a `ShardMetadata`, also one of torch."""
     first_row, first_column = shard.shard_offsets
     num_rows, num_columns = shard.shard_sizes
-    placement = shard.placement
-    placement_text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
-    rank = int(placement_text.removeprefix("rank:").partition("/")[0])
     rows = (first_row, first_row + num_rows)
-    return Shard(rank, rows, (first_column, first_column + num_columns))
+    return Shard(shard.placement.rank(), rows, (first_column, first_column + num_columns))
 
 
 class EmbeddingModuleShardingPlan(ModuleShardingPlan, dict[str, ParameterSharding]):

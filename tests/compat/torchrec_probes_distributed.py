@@ -79,6 +79,9 @@ def shards(rec: Any) -> None:
     halves = [rec.ShardMetadata([10 * r, 0], [10, 8], f"rank:{r}/cpu") for r in range(2)]
     one = rec.ParameterSharding("row_wise", "fused", [0, 1], rec.EnumerableShardingSpec(halves))
     assert [shard.rank for shard in one.to_emblib().shards] == [0, 1]
+    assert [shard.placement.rank() for shard in one.sharding_spec.shards] == [0, 1]
+    assert halves[1].placement.device() == torch.device("cpu")
+    assert halves[1].placement == "rank:1/cpu"
     assert [shard.rows for shard in one.to_emblib().shards] == [(0, 10), (10, 20)]
 
 
@@ -153,6 +156,9 @@ def states_of_sharded_tables(rec: Any) -> None:
     (shard,) = value.local_shards()
     assert torch.equal(shard.tensor, expected)
     assert (shard.metadata.shard_offsets, shard.metadata.shard_sizes) == ([0, 0], [20, 8])
+    assert value.metadata().shards_metadata == [shard.metadata]
+    assert shard.metadata.placement.rank() == 0
+    assert value.metadata().size == value.shape
     value.copy_(torch.ones(20, 8))
     assert value.local_tensor().eq(1).all()
     gathered = torch.zeros(value.size())
