@@ -181,6 +181,21 @@ def test_tensors_without_plain_memory_are_refused_by_name(
     assert not (tmp_path / "c").exists()
 
 
+def test_paths_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpoints.save({"x": 1}, "~/run/step_1", ALONE)
+    checkpoints.async_save({"x": 2}, "~/run/step_2", ALONE).result()
+    checkpoints.export({"x": 3}, "~/whole.pt", ALONE)
+    state = {"x": 0}
+    assert checkpoints.latest("~/run", ALONE) == tmp_path / "run/step_2"
+    checkpoints.load(state, "~/run/step_1", ALONE)
+    assert state == {"x": 1}
+    assert checkpoints.load_export("~/whole.pt") == {"x": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "whole.pt"]
+
+
 def test_an_optimizer_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
     one, other = (Counting([torch.nn.Parameter(torch.ones(1))], 0.1) for _ in range(2))
     one.steps = 3

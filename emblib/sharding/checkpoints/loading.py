@@ -176,12 +176,14 @@ def load(
                 "path must be a directory, got None: latest(...) gives None where there is no "
                 "whole checkpoint, so load only what it found"
             )
-        return Reader(Path(path))
+        return Reader(Path(path).expanduser())
 
     ranks = RankGroup.from_value(ranks)
     # Before `_Loading`, which communicates if modules have dynamic tables: their state dicts do.
     reader = run_on_all_ranks(ranks, open_checkpoint)
-    loading = run_on_all_ranks(ranks, lambda: _Loading(state, Path(path), reader, strict=strict))
+    loading = run_on_all_ranks(
+        ranks, lambda: _Loading(state, Path(reader.path), reader, strict=strict)
+    )
     if not reader.has_checksums and ranks.rank == 0:
         warnings.warn(
             f"{path} has no checksums, so damage to it is not noticed: it was saved by an older "
@@ -210,7 +212,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     from emblib.sharding.checkpoints.files import METADATA
 
     def find_latest() -> Path | None:
-        paths = [path.parent for path in Path(directory).glob(f"*/{METADATA}")]
+        paths = [path.parent for path in Path(directory).expanduser().glob(f"*/{METADATA}")]
         numbered = [
             (int(match[0]), path) for path in paths if (match := re.search(r"\d+\Z", path.name))
         ]
@@ -236,7 +238,7 @@ def load_export(path: str | Path) -> dict[str, Any]:
         CheckpointError: the file is damaged, or it names something that may run code.
         OSError: the file cannot be read.
     """
-    remedy = "load another one, or export it again"
+    remedy, path = "load another one, or export it again", Path(path).expanduser()
     try:
         check_archive(path)
     except ValueError as error:

@@ -49,7 +49,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
             NumPy scalars become Python numbers. Modules and optimizers must be values of `state`
             itself, not of a nested dict.
         path: directory of the checkpoint, created if missing; on a file system that all ranks
-            share.
+            share. "~" is the home directory, in the other functions too.
         ranks: the ranks that save; by default all processes, or this process alone.
 
     Raises:
@@ -64,7 +64,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     """
     ranks = RankGroup.from_value(ranks)
     content, path = run_on_all_ranks(
-        ranks, lambda: (_with_column_cuts(expand_state_dicts(state)), Path(path))
+        ranks, lambda: (_with_column_cuts(expand_state_dicts(state)), Path(path).expanduser())
     )
     _write(content, path, ranks)
 
@@ -85,7 +85,8 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
         ranks,
         lambda: (
             map_values(_with_column_cuts(expand_state_dicts(state)), _copy_to_host),
-            Path(path).absolute(),  # the process may change its directory meanwhile
+            # The process may change its directory meanwhile.
+            Path(path).expanduser().absolute(),
         ),
     )
     background = _background_writer(ranks)
@@ -116,7 +117,10 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     content = gather_state(
         run_on_all_ranks(ranks, lambda: checked_values(expand_state_dicts(state)))
     )
-    run_on_all_ranks(ranks, lambda: _write_file(content, Path(path)) if ranks.rank == 0 else None)
+    run_on_all_ranks(
+        ranks,
+        lambda: _write_file(content, Path(path).expanduser()) if ranks.rank == 0 else None,
+    )
 
 
 def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
