@@ -181,8 +181,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             self._length_per_key = checked_lengths(length_per_key, self._keys, values.size(0))
             self._offset_per_key = block_offsets(self._length_per_key)
         is_checked = stride is None or isinstance(stride, torch.SymInt)
-        if not (is_checked or (type(stride) is int and stride >= 0)):
-            stride = check_count("stride", stride, minimum=0)
+        if not is_checked and (type(stride) is not int or stride < 0):
+            stride = check_count("stride", stride, minimum=0)  # type: ignore[arg-type]
         if stride_per_key_per_rank is None:
             num_keys = len(self._keys)
             if stride is None:
