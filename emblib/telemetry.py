@@ -90,7 +90,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     metrics: dict[str, _Metric] = {}
     for (path, table), statistics in local_statistics(model).items():
         _add_dynamic_table(metrics, {**labels, "module": path, "table": table}, statistics)
-    path_by_module: dict[nn.Module, str] = {}  # a shared table counts at its first collection
+    path_by_module: dict[Any, str] = {}  # a shared table counts at its first collection
     for path, module in unwrapped(model).named_modules():
         path_by_module.setdefault(module, path)
         if isinstance(module, TableGroups):  # whose modules of tables are not submodules
