@@ -60,13 +60,18 @@ inline void check_not_negative(const char* op, const char* name, int64_t number)
   STD_TORCH_CHECK(number >= 0, op, ": ", name, " must be >= 0, got ", number);
 }
 
-// Check that a tensor is a vector of int32 or int64.
-inline void check_index_vector(const char* op, const char* name, const Tensor& tensor) {
+// What to do with the ids of lookups in more than one dimension, for `check_index_vector`.
+inline constexpr char kFlattenLookups[] =
+    "; bags are given by offsets, so flatten them and pass where the bags start";
+
+// Check that a tensor is a vector of int32 or int64. `remedy` ends the error for other dimensions.
+inline void check_index_vector(const char* op, const char* name, const Tensor& tensor,
+                               const char* remedy = "; use .view(-1)") {
   const ScalarType type = tensor.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, ": ", name,
                   " must be int32 or int64, got ", dtype_name(type));
   STD_TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " must have 1 dimension, got ", tensor.dim(),
-                  "; bags are given by offsets, so flatten the indices and pass where they start");
+                  remedy);
 }
 
 // Return the Dtype of a float type of 16 or 32 bits. Throws for another dtype.
@@ -233,7 +238,7 @@ inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& of
 // one device, with at most kMaxLookups entries each, and that there is a bag if there are indices.
 // Without indices, `offsets` may be empty.
 inline void check_lookups(const char* op, const Tensor& indices, const Tensor& offsets) {
-  check_index_vector(op, "indices", indices);
+  check_index_vector(op, "indices", indices, kFlattenLookups);
   check_index_vector(op, "offsets", offsets);
   check_same_device(op, "offsets", offsets, indices);
   STD_TORCH_CHECK(indices.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,

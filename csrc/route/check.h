@@ -39,7 +39,7 @@ struct RouteInputs {
               const Tensor& first_bags, const Tensor& features, const Tensor& blocks,
               const Tensor& copies, const Tensor& units)
       : ids(as_contiguous(ids_in)), offsets(as_contiguous(offsets_in)) {
-    check_index_vector(op, "ids", ids);
+    check_index_vector(op, "ids", ids, kFlattenLookups);
     check_index_vector(op, "offsets", offsets);
     check_same_device(op, "offsets", offsets, ids);
     STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op, ": at most ",

@@ -455,17 +455,19 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 // `located`, and then do what tbe_update_ does. `located` is [rows, segments, lookups, bags, count,
 // row_slots] from a cache's prefetch, or the same without row_slots from the insertion of a batch
 // of keys. If `is_finite`, bool [1] or null, is false, do nothing. `indices`, `total_rows` and
-// `has_valid_offsets` are the arguments of tbe_group, which are not used with `located`. If the
-// update throws, the step is not counted.
+// `has_valid_offsets` are the arguments of tbe_group, which are not used with `located`, though
+// total_rows must not be negative. If the update throws, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
                    bool has_valid_offsets, std::optional<Tensor> is_finite,
                    std::optional<std::vector<Tensor>> located) {
-  check_has_step("tbe_backward_", hyper);
-  check_is_finite("tbe_backward_", is_finite);
-  if (located) check_located("tbe_backward_", *located, /*needs_slots=*/false);
+  const char* op = "tbe_backward_";
+  check_not_negative(op, "total_rows", total_rows);
+  check_has_step(op, hyper);
+  check_is_finite(op, is_finite);
+  if (located) check_located(op, *located, /*needs_slots=*/false);
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   std::optional<Tensor> row_slots;
   if (located) {

@@ -1,7 +1,7 @@
 """Grouping by key, the primitive of every backward pass, cache and hash table; random numbers.
 
-`group(keys[L], num_keys)`, of int32 or int64 keys, L < 2^31, returns tensors that are padded to
-static sizes, so that nothing waits for the device:
+`group(keys[L], num_keys)`, of int32 or int64 keys, L <= 2^31 - 4096, returns tensors that are
+padded to static sizes, so that nothing waits for the device:
 
 - `unique [L]` the distinct keys, ascending, dtype of `keys`; entries from `count` on are 0
 - `segments` int32 `[L + 1]`: group u is `permutation[segments[u] : segments[u + 1]]`; entries

@@ -37,7 +37,8 @@ local_begin + local.numel())` of the source are in `local`, and `source` has the
 lies completely in one of the two. `combine_backward_` writes `local` and returns the others.
 
 `gather_segments(values [N, ...], starts [S + 1], order [M], total)` concatenates the segments
-`values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; any dtype.
+`values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; `values` has any dtype and
+at most 4 dimensions.
 
 On the CPU, wrong contents of routing, targets and pieces raise RuntimeError before anything is
 written. A GPU does not check them, since the host would wait, but touches nothing outside the

@@ -91,6 +91,8 @@ def test_opcheck(device: torch.device, num_keys: int) -> None:
 def test_wrong_input_is_refused() -> None:
     with pytest.raises(RuntimeError, match="keys must be int32 or int64"):
         group(torch.zeros(3), 5)
+    with pytest.raises(RuntimeError, match=r"keys must have 1 dimension, got 2; use .view\(-1\)"):
+        group(torch.zeros(3, 2, dtype=torch.int64), 5)
     _, segments, permutation, count = group(torch.zeros(3, dtype=torch.int64), 5)
     with pytest.raises(RuntimeError, match="must come from one call of group"):
         group_inverse(segments, permutation + (1 << 30), count)

@@ -454,6 +454,8 @@ def test_wrong_routing_is_refused() -> None:
         route.route_lengths(ids, offsets, *routing, num_bags=1)
     with pytest.raises(RuntimeError, match="ids must be int32 or int64"):
         route.route_lengths(ids.float(), offsets, *routing)
+    with pytest.raises(RuntimeError, match="ids must have 1 dimension, got 2; bags are given by"):
+        route.route_lengths(ids.view(1, -1), offsets, *routing)
 
 
 def test_bags_that_end_long_before_they_begin_are_refused() -> None:
