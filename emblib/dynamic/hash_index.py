@@ -62,7 +62,7 @@ class RowBuffers(NamedTuple):
 class ExportedEntries(NamedTuple):
     """Copies of entries of one table by ascending slot, int64 `[N]` each, on the index's device.
 
-    `scores` is None where the order of eviction has none.
+    `scores` is None if entries have none.
     """
 
     keys: Tensor
@@ -143,6 +143,7 @@ class HashIndex(nn.Module):
         self.clear()
 
     def _allocate(self, device: torch.device, num_columns: int) -> None:
+        """Register the tensors of the index; `clear` must initialise them."""
         num_slots = sum(spec.rows for spec in self.specs)
         self._first_slots = [0]
         for spec in self.specs:
@@ -510,8 +511,8 @@ class HashIndex(nn.Module):
     ) -> None:
         """Overwrite the stamps and scores of entries, int64 `[N]` each; None leaves the scores.
 
-        `slots` of the table must be distinct and >= 0, and `scores` be None if the order of
-        eviction has none; not checked.
+        `slots` of the table must be distinct and >= 0, and `scores` be None if entries have none;
+        not checked.
         """
         self.forget_queues(table, slots)
         entries = self.table_entries(table)

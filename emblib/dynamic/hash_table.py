@@ -172,6 +172,7 @@ class HashTable(SentAsCopy, nn.Module):
         return Keys.from_ids(keys)
 
     def _checked_values(self, keys: Keys, values: Tensor) -> Tensor:
+        """Return values in the dtype and on the device of the table; see the class for errors."""
         if not isinstance(values, Tensor) or values.is_complex():
             kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
             raise TypeError(f"values must be a tensor of real numbers, got {kind}")
@@ -280,6 +281,7 @@ class HashTable(SentAsCopy, nn.Module):
         *,
         returns_evicted: bool = False,
     ) -> Insertion:
+        """Insert keys and write their values; evicted rows, if returned, are padded to n."""
         batch, effects = self._checked_keys(keys), Effects()
         values = self._checked_values(batch, values)
         uses_or_scores = self._uses_or_scores(batch, scores)

@@ -236,6 +236,7 @@ class SlotVersions:
         self._last_insertion = None  # last, so that the next call repeats an interrupted one
 
     def _store_versions(self, index: VersionedIndex, insertion: LastInsertion) -> None:
+        """Write the version of an insertion to the slots of its new keys."""
         keys, (is_new, was_missing) = insertion.keys, insertion.changed_positions()
         # Not the slots that `index.find` returns: the ids may be overwritten since.
         slots = torch.where(was_missing, insertion.inserted.slots, -1)

@@ -178,6 +178,7 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
 
 
 def _check_size(path: Path, header: dict[str, Any], file_bytes: int) -> None:
+    """Raise ChecksumError unless a file has the size in its header."""
     for section in header["sections"]:
         end = section["begin"] + section["nbytes"]
         if end > file_bytes:

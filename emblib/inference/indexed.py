@@ -103,9 +103,9 @@ class InferenceEmbeddingBags(nn.Module):
 
     Rows are looked up as in `QuantizedEmbeddingBags`. An id that a pruned table has no row for
     reads zeros, and so does -1; an id outside the table before pruning is handled as its
-    `bounds_check` says. In a table of keys every int64 is a key, and a key without a row reads the
-    default value, or its fallback row. Bags are averaged over all of their ids, with or without a
-    row.
+    `bounds_check` says, where row 0 is the first row that was kept. In a table of keys every int64
+    is a key, and a key without a row reads the default value, or its fallback row. Bags are
+    averaged over all of their ids, with or without a row.
 
     Args:
         rows: the stored rows, shared ones included.

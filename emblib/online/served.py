@@ -214,6 +214,7 @@ def _check_whole(name: str, change: TableChange, num_rows: int) -> None:
 
 
 def _check_dim(name: str, change: TableChange, dim: int) -> None:
+    """Raise LogError unless the rows of a change are of a table with `dim` columns."""
     if change.dim != dim:
         raise LogError(
             f"table {name!r} has rows of {dim} values, in the log they have {change.dim}"

@@ -303,6 +303,7 @@ class SqliteRows:
             return connection.execute(statement, values)
 
     def _opened(self) -> sqlite3.Connection:
+        """Return the connection; see `_run` for the error."""
         if self._rollback_message:
             raise RuntimeError(self._rollback_message)
         if self._connection is None or self._process != os.getpid():
