@@ -123,12 +123,12 @@ class QCommsConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class QuantizedCommCodecs:
     """A codec for rows (forward), and one for gradients (backward)."""
 
-    forward: Any = codecs.FP32()  # noqa: RUF009 frozen
-    backward: Any = codecs.FP32()  # noqa: RUF009 frozen
+    forward: Any = codecs.FP32()  # noqa: RUF009 codecs are frozen
+    backward: Any = codecs.FP32()  # noqa: RUF009 codecs are frozen
 
     def precision(self) -> CommPrecision:
         """Return emblib's codecs of both directions."""

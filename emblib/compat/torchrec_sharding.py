@@ -570,6 +570,7 @@ class ShardingRule:
 
     rule: Rule  # function that returns the sharding for the shape of the table and the ranks
     compute_kernel: str | None = None  # value of the kernel; None is FUSED
+    devices: tuple[str, ...] = ()  # that shards were asked to be on
 
 
 def data_parallel() -> ShardingRule:
@@ -580,8 +581,9 @@ def data_parallel() -> ShardingRule:
 def table_wise(
     rank: int, device: str | None = None, compute_kernel: str | None = None
 ) -> ShardingRule:
-    """Place the whole table on one rank; `device` is ignored."""
-    return ShardingRule(sharding.table_wise(rank), compute_kernel)
+    """Place the whole table on one rank; `device` must be one of the plan's type, or None."""
+    devices = () if device is None else (device,)
+    return ShardingRule(sharding.table_wise(rank), compute_kernel, devices)
 
 
 def row_wise(
@@ -592,9 +594,9 @@ def row_wise(
     """Divide rows over the ranks.
 
     Args:
-        sizes_placement: number of rows of each of the first ranks, and a device, which is ignored;
-            None divides the rows evenly over all ranks. If the numbers do not add up to the rows of
-            the table, ValueError is raised when the plan is made.
+        sizes_placement: number of rows of each of the first ranks, and a device, or one per size,
+            of the plan's type; None divides the rows evenly over all ranks. If the numbers do not
+            add up to the rows of the table, ValueError is raised when the plan is made.
         compute_kernel: value of the kernel; None is FUSED.
         num_buckets: argument that must be None; otherwise ValueError is raised.
     """
@@ -606,7 +608,8 @@ def row_wise(
         )
     if sizes_placement is None:
         return ShardingRule(sharding.row_wise(), compute_kernel)
-    sizes = list(sizes_placement[0])
+    sizes, device = list(sizes_placement[0]), sizes_placement[1]
+    devices = (device,) if isinstance(device, str) else tuple(device or ())
 
     def rule(shape: TableShape, world: World) -> sharding.ParameterSharding:
         if len(sizes) > world.size or sum(sizes) != shape.rows:
@@ -622,7 +625,7 @@ def row_wise(
         )
         return sharding.ParameterSharding(sharding.ShardingType.ROW_WISE, shards)
 
-    return ShardingRule(rule, compute_kernel)
+    return ShardingRule(rule, compute_kernel, devices)
 
 
 def column_wise(
@@ -637,23 +640,19 @@ def column_wise(
         ranks: ranks that get columns; None is 0, 1, ..., one per size.
         size_per_rank: number of columns of each of `ranks`; None divides columns evenly.
         compute_kernel: value of the kernel; None is FUSED.
-        device_types: one type of device, which is ignored as `device` of `table_wise` is.
+        device_types: types of the devices of the shards, which must be that of the plan.
 
     Raises:
-        ValueError: neither `ranks` nor `size_per_rank` is passed, or `device_types` differ.
+        ValueError: neither `ranks` nor `size_per_rank` is passed.
     """
-    if len(set(device_types or ())) > 1:
-        raise ValueError(
-            f"device_types must be equal, got {list(device_types or ())}: all shards are on the "
-            "devices of their ranks; storage=Dense(Placement.MANAGED) keeps rows in host memory"
-        )
+    devices = tuple(device_types or ())
     if ranks is None and size_per_rank is None:
         raise ValueError("column_wise needs ranks or size_per_rank")
     if size_per_rank is None:
-        return ShardingRule(sharding.column_wise(ranks), compute_kernel)
+        return ShardingRule(sharding.column_wise(ranks), compute_kernel, devices)
     column_ranks = list(range(len(size_per_rank))) if ranks is None else list(ranks)
     return ShardingRule(
-        sharding.column_wise(column_ranks, sizes=list(size_per_rank)), compute_kernel
+        sharding.column_wise(column_ranks, sizes=list(size_per_rank)), compute_kernel, devices
     )
 
 
@@ -706,7 +705,8 @@ def construct_module_sharding_plan(
 
     Raises:
         TypeError: a value of `per_param_sharding` is not such a result.
-        ValueError: tables are missing or unknown, or a sharding does not fit a table or the ranks.
+        ValueError: tables are missing or unknown, a sharding does not fit a table or the ranks, or
+            has devices of another type.
     """
     ranks = RankGroup() if world_size is None or local_size is None else None
     num_ranks = world_size or (ranks.size if ranks else 1)
@@ -717,6 +717,12 @@ def construct_module_sharding_plan(
             raise TypeError(
                 f"table {name}: a sharding is the result of a call, e.g. table_wise(rank=0)"
                 f", got {getattr(sharding_rule, '__name__', repr(sharding_rule))}"
+            )
+        if any(torch.device(each).type != device for each in sharding_rule.devices):
+            raise ValueError(
+                f"table {name}: all shards are on the {device} of their ranks, got devices "
+                f"{list(sharding_rule.devices)}; storage=Dense(Placement.MANAGED) of the table "
+                "keeps its rows in host memory"
             )
     rules = {name: sharding_rule.rule for name, sharding_rule in per_param_sharding.items()}
     tables = sharding.construct_module_plan(module, rules, world)

@@ -96,8 +96,19 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
             r"num_buckets .*storage=Hash\(\) has no buckets",
         ),  # type: ignore[arg-type]
         (
-            lambda: torchrec.column_wise([0, 1], device_types=["cuda", "cpu"]),
-            "device_types must be equal",
+            lambda: by_hand(
+                {
+                    "a": torchrec.column_wise([0], device_types=["cpu"]),
+                    "b": torchrec.column_wise([0, 0], device_types=["cuda", "cpu"]),
+                }
+            ),
+            r"table b: .* cpu of their ranks, got devices \['cuda', 'cpu'\]; .*MANAGED",
+        ),
+        (
+            lambda: by_hand(
+                {"a": torchrec.table_wise(0, "cuda:0"), "b": torchrec.row_wise(([3], "cpu"))}
+            ),
+            r"table a: .* got devices \['cuda:0'\]",
         ),
         (
             lambda: torchrec.EmbeddingShardingPlanner(plan_loader=object()),  # type: ignore[arg-type]

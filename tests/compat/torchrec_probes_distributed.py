@@ -307,6 +307,9 @@ def codecs(rec: Any) -> None:
     assert set(registry) == {op.name for op in rec.CommOp}
     found = registry["POOLED_EMBEDDINGS_ALL_TO_ALL"]
     assert isinstance(found, rec.QuantizedCommCodecs)
+    both = rec.QuantizedCommCodecs()
+    both.forward = found.forward  # TorchRec's get_qcomm_codecs assigns them
+    assert both.forward is not rec.QuantizedCommCodecs().forward
     assert isinstance(found.forward, rec.QuantizedCommCodec)
     assert isinstance(rec.NoOpQuantizedCommCodec(), rec.QuantizedCommCodec)
     for codec, dtype in ((found.forward, torch.float16), (found.backward, torch.float32)):
