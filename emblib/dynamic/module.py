@@ -74,7 +74,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     Args:
         tables: capacity, dim and rules of each table; all must agree in `eviction` (STEP and CUSTOM
-            may be mixed) and `insert_policy`; with `backing` its mode determines the latter.
+            may be mixed) and `insert_policy`; with `backing` its mode sets `insert_policy`.
         optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
             `torch.optim`.
         backing: store behind the tables, which must not be used by another module, or None.
@@ -291,7 +291,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
         Args:
             indices: int64, uint64 or int32 `[L]`, the key of each lookup: any value, none is
-                reserved.
+                reserved. Do not overwrite them before backward, which may look them up again.
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`. Without the last entry if
                 `include_last_offset` is False.

@@ -28,7 +28,8 @@ class HostEmbeddingBags(nn.Module):
     rows make another module over the same `tables`. `to` another device raises RuntimeError.
 
     Args:
-        tables: the rows, on the CPU. For a GPU they are copied into pinned memory once.
+        tables: the rows, on the CPU, whose memory is used; for a GPU it is copied once, into pinned
+            memory. The rows must not change afterwards, since the copies on `device` would not.
         stored: mask by table name, bool `[rows]`, for every table: the rows to copy to `device`,
             at least one. `top_rows` makes a mask from the number of lookups of each row.
         device: device of batches and of the copies; on the CPU rows are copied as well.

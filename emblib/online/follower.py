@@ -63,7 +63,8 @@ class LogFollower:
     Args:
         model: `for_inference(...)`, `open_frozen(...)`, `DynamicEmbeddingBags`,
             `TableBatchedEmbeddingBags`, or an unsharded model that has such tables and collections.
-            Dynamic tables need the capacity of the trainer's tables.
+            Dynamic tables need the capacity of the trainer's tables. The tables are changed in
+            place; read-only tables of keys get other memory when they grow.
         sources: sink of the log, or a list or tuple of the sinks of all ranks' logs, in any order.
         step: step that the tables are at, e.g. of a frozen file; None waits for a record with all
             rows, and begins with it. So do tables of a run that the log does not have, with a
