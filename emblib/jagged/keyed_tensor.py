@@ -75,8 +75,10 @@ class KeyedTensor(metaclass=TracedClass):
         `cat_dim` must be `key_dim`; not checked.
 
         Raises:
+            TypeError: `keys` is one string.
             ValueError: there are no tensors, not one per key, or one without the dimension
                 `key_dim`.
+            RuntimeError: the tensors differ in another dimension.
         """
         if any(tensor.dim() <= key_dim for tensor in tensors):
             shapes = [list(tensor.shape) for tensor in tensors]

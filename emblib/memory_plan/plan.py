@@ -253,8 +253,8 @@ def plan_memory(
         budget: bytes of device memory for all tables and their optimizer states. Where emblib makes
             no updates, the dense gradient counts in place of states.
         trace: recorded lookups; their tables are found by name, or by `path.name` as
-            `TraceRecorder` calls them. Ids of tables without traced lookups are assumed to be
-            Zipf-distributed; None: of all tables.
+            `TraceRecorder` calls them. Ids of tables without traced lookups, with None those of all
+            tables, are assumed to be Zipf-distributed.
         optimizer: optimizer of tables whose configuration has none. None is that of their
             collection; for others, an optimizer of torch is assumed to train them.
         serving: 8 or 4: the budget is for serving, with this many bits per value of stored rows;

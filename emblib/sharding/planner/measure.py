@@ -266,8 +266,8 @@ class _TableTimer:
 def _fit_line(points: dict[float, float]) -> Curve:
     """Fit a straight line that neither falls nor is negative at 0 bytes; return its two ends.
 
-    `points` are ns by bytes. The fit minimises relative distances, so that small rows, which cost
-    little, count as much as large ones.
+    `points` are ns by bytes. The fit minimises relative distances, below 1 ns absolute ones, so
+    that small rows, which cost little, count as much as large ones.
     """
     weights = {x: 1.0 / max(y, 1.0) ** 2 for x, y in points.items()}
     total = sum(weights.values())
