@@ -97,21 +97,10 @@ class HostEmbeddingBags(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Pool embeddings as `QuantizedEmbeddingBags` does.
+        """Return pooled rows `[B, sum of dims]`, with Pooling.NONE `[L, D]`, in `output_dtype`.
 
-        Args:
-            indices: int32 or int64 `[L]`.
-            offsets: int32 or int64 `[F * B + 1]`, feature-major; `[F * B]` if `tables` were made
-                without `include_last_offset`.
-            per_sample_weights: float32 `[L]`, scales each row.
-            batch_sizes: bags per feature and rank, for features of unequal batch sizes.
-
-        Returns:
-            `[B, sum of dims]`, with Pooling.NONE `[L, D]`, in `output_dtype`; with `batch_sizes`
-            one vector, as `QuantizedEmbeddingBags` returns it.
-
-        Raises:
-            Exception: see `QuantizedEmbeddingBags.forward`.
+        Arguments and errors are those of `InferenceEmbeddingBags.forward`, with int32 or int64
+        `indices` alone; with `batch_sizes` the result is flat, as there.
         """
         check_tensor("indices", indices)
         check_tensor("offsets", offsets)
