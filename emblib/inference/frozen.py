@@ -57,7 +57,7 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
         source: read-only tables, a result of `for_inference`, a `TableBatchedTTEmbeddingBags` (its
             cores are written), or any module, collection or matrices that `for_inference` takes.
             All ranks call this with a sharded collection, each with another path.
-        path: path of the file.
+        path: path of the file; "~" is the home directory.
         formats: format of the rows of all tables, or of each, as in `for_inference`; tensor trains
             are then written as rows. None keeps the dtype of rows, and the cores of a module of
             tensor trains; trains in a collection and those with a cache are written as rows.
@@ -106,7 +106,7 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
     Writes to the module, such as `load_state_dict`, change the process's copy alone.
 
     Args:
-        path: path of a file that `freeze` wrote.
+        path: path of a file that `freeze` wrote; "~" is the home directory.
         verify: whether to compare all checksums, which reads the whole file once.
 
     Returns:

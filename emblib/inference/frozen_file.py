@@ -83,7 +83,7 @@ def write(
         end = begin + section["nbytes"]
     header["nbytes"] = end
     header_bytes = _json(header)
-    with saving(path) as file:
+    with saving(Path(path).expanduser()) as file:
         file.write(_PREFIX.pack(MAGIC, VERSION, zlib.crc32(header_bytes), len(header_bytes)))
         file.write(header_bytes)
         for section, tensor in zip(sections, tensors_on_cpu.values(), strict=True):
@@ -131,7 +131,7 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
         ValueError: the file does not begin as a frozen file, e.g. because it is empty, or its
             version is another one.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     with open(path, "rb") as file:
         header = _read_header(path, file)
         file_bytes = os.fstat(file.fileno()).st_size

@@ -41,6 +41,13 @@ def test_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert torch.equal(tensors["keys"], CONTENT["keys"]), "the mapping outlives the name"
 
 
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    frozen_file.write("~/file", "kind", {}, {"rows": torch.arange(3)})
+    assert (tmp_path / "file").is_file()
+    assert frozen_file.read("~/file").tensors["rows"].tolist() == [0, 1, 2]
+
+
 def test_sections_begin_at_pages(tmp_path: Path) -> None:
     path = tmp_path / "a"
     before = written(path)
