@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from emblib.columns import FeatureColumn
 from emblib.ops import autograd
-from emblib.ops.route import is_captured, take_or_fill
+from emblib.ops.route import take_or_fill
 from emblib.specs import BoundsCheck, OptionEnum, Pooling
-from emblib.tables.batches import check_bounds, lay_out_bags
-from emblib.tables.bounds_report import is_padded
+from emblib.tables.batches import check_bounds, is_eager, lay_out_bags
 
 LAYOUT = "id_layout"  # entry of a composed table in state dicts: which rows its ids read
 SHARED_ROWS = "ids share the rows of the saved table: make this one with its storage"
@@ -184,7 +183,7 @@ class ComposedLookup(nn.Module):
             out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
         scales = None if weights is None else torch.cat([weights] * rows_per_id)
-        if self.pooling is Pooling.MEAN and rows_per_id > 1 and _may_have_padding(ids):
+        if self.pooling is Pooling.MEAN and rows_per_id > 1 and _may_have_padding(offsets):
             # Padding between two blocks would count in the length of the bag before it.
             sources, all_offsets = _move_padding_first(offsets, rows_per_id, ids.numel())
             all_rows = take_or_fill(all_rows, sources, -1)
@@ -385,9 +384,9 @@ def _repeat_bags(offsets: Tensor, count: int, begin: Tensor | int, num_ids: Tens
     return torch.cat(offsets_of_blocks)
 
 
-def _may_have_padding(ids: Tensor) -> bool:
-    """Return whether ids of -1 may precede the first bag, see `CapturedStep` and `GroupInput`."""
-    return not torch.compiler.is_compiling() and (is_padded() or is_captured(ids))
+def _may_have_padding(offsets: Tensor) -> bool:
+    """Return whether ids of -1 may precede the first bag; True if the host would have to wait."""
+    return not (offsets.is_cpu and is_eager(offsets)) or int(offsets[0]) > 0
 
 
 def _move_padding_first(offsets: Tensor, count: int, num_ids: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from emblib import (
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.sharding import checkpoints
 from emblib.storage import Combine, Hashed, Narrow, QuotientRemainder, RowHash, TableSlice
-from emblib.storage import composed_lookup as lookup
 
 IDS, DIM, BATCH = 50, 8, 7
 KINDS: dict[str, tuple[storage.Storage, ...]] = {
@@ -481,17 +480,14 @@ def test_padding_counts_in_no_mean(kind: str, is_weighted: bool) -> None:
         torch.testing.assert_close(step(batch), train(plain, batch), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["two functions", "added", "concatenated"])
-def test_a_capture_moves_the_padding_of_means(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The capture of a CUDA graph cannot see whether a batch is padded."""
-    moved: list[int] = []
-    move = lookup._move_padding_first
-    monkeypatch.setattr(lookup, "is_captured", lambda _: True)
-    monkeypatch.setattr(lookup, "_move_padding_first", lambda *a: moved.append(a[1]) or move(*a))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_padding_of_the_caller_counts_in_no_mean(kind: str, *, is_compiled: bool) -> None:
     table = EmbeddingBagConfig(IDS, DIM, "left", storage=KINDS[kind][0], pooling=Pooling.MEAN)
-    bags = EmbeddingBagCollection([table])
-    batch = KeyedJaggedTensor(["left"], torch.arange(6), lengths=torch.tensor([4, 0, 2]))
-    captured = bags(batch).values()
-    monkeypatch.undo()
-    torch.testing.assert_close(captured, bags(batch).values(), rtol=0, atol=0)
-    assert moved == [2]
+    bags = EmbeddingBagCollection([table], is_weighted=True)
+    ids, weights, offsets = torch.arange(6), torch.rand(6), torch.tensor([0, 4, 4, 6])
+    expected = bags(KeyedJaggedTensor(["left"], ids, weights, offsets=offsets)).values()
+    padded = [torch.cat([torch.full((3,), -1).to(x.dtype), x]) for x in (ids, weights)]
+    look_up = torch.compile(bags, backend="eager") if is_compiled else bags
+    found = look_up(KeyedJaggedTensor(["left"], *padded, offsets=offsets + 3)).values()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
