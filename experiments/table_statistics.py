@@ -22,17 +22,7 @@ from experiments.report.style import COLOURS, Figure, Panel, draw_files, theme
 MAX_TABLES = 8  # tables that are drawn
 _AGE_PREFIX = "age_"  # beginning of the names of columns that count evicted keys by age
 _NAME_COLUMNS = ["labels", "module", "table"]  # columns of texts; the others have numbers
-_NEEDED_COLUMNS = {
-    "time_s",
-    "step",
-    "module",
-    "table",
-    "labels",
-    "lookups",
-    "hits",
-    "inserted",
-    "load",
-}
+_NEEDED_COLUMNS = {*_NAME_COLUMNS, "time_s", "step", "lookups", "hits", "inserted", "load"}
 _COLOURS = ("tbe", "tt", "torch", "reference_tt", "cached_lru", "sky", "cached_lfu", "published")
 _MARKERS = "os^Dvp*h"
 

@@ -249,10 +249,8 @@ def _run_problems(
                 f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
-            packed_table, rebuilt_table = (
-                _read_table(folder / name),
-                _read_table(rebuilt_folder / name),
-            )
+            packed_table = _read_table(folder / name)
+            rebuilt_table = _read_table(rebuilt_folder / name)
             differences, num_compared = compare_tables(packed_table, rebuilt_table)
             if is_strict:
                 unshared_columns = sorted(set(packed_table.columns) ^ set(rebuilt_table.columns))

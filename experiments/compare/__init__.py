@@ -45,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write comparisons, or the page of published figures; return the exit status.
 
-    The exit status is 0; 1 if `--overview check` finds another page; 2 for wrong usage; 6 if the
-    runs cannot be compared.
+    The exit status is 0; 1 if `--overview check` finds another page; 6 if the runs cannot be
+    compared, or 2 because there are fewer than two or a path is not a run.
 
     Raises:
-        UsageError: a path is named twice, or --overview has a path that is not a run.
+        UsageError: a path is named twice, damaged or cannot be copied, or, with --overview, no run.
     """
     from experiments.bundle.archive import BundleError
     from experiments.compare import machines, pages
@@ -85,9 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
                 if page.is_relative_to(ROOT):
                     page = page.relative_to(ROOT)
                 print(f"\nreport: {page}")
-    except (BundleError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except BundleError as error:
+        raise UsageError(str(error)) from error
     except machines.NotComparable as error:
         print(f"error: {error}", file=sys.stderr)
         is_wrong_usage = len(arguments.runs) < 2 or any(

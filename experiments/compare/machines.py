@@ -376,18 +376,8 @@ def _points(machine_index: int, machine: Machine) -> pd.DataFrame:
     row_bytes = WEIGHT_BYTES * rows["D"].astype(float)
     kinds = ["theory", "copy", "gather"]
     bandwidths = pd.DataFrame(map(machine.bandwidths, row_bytes), rows.index, kinds)
-    copied_columns = [
-        "section",
-        "role",
-        "work",
-        "contender",
-        "arm",
-        "phase",
-        "lookups",
-        "median_s",
-        "lo_s",
-    ]
-    copied_columns += ["hi_s", "ratio", "ratio_lo", "ratio_hi", "distinct_gb_s"]
+    copied_columns = ["section", "role", "work", "contender", "arm", "phase", "lookups", "median_s"]
+    copied_columns += ["lo_s", "hi_s", "ratio", "ratio_lo", "ratio_hi", "distinct_gb_s"]
     return pd.DataFrame(
         {
             "machine": machine_index,

@@ -15,7 +15,7 @@ from experiments.contenders.registry import Unsupported as Unsupported
 from experiments.machine.bandwidth import CacheLines
 
 Prepared = tuple[Tensor, Tensor]  # keys int64 [n] and values float32 [n, dim]
-ENTRY_BYTES = 17  # bytes per slot of a table that evicts by LRU: key, stamp and tag
+ENTRY_BYTES = 17  # bytes per slot that a lookup may read in a table that evicts by LRU
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import datetime
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -21,7 +21,7 @@ from experiments.report.charts import forest
 from experiments.report.document import Section
 from experiments.report.style import COLOURS, Figure
 from experiments.report.tables import Table
-from experiments.results.store import RunStore, read_config, read_json, read_records
+from experiments.results.store import RunStore, read_json, read_records
 from experiments.run.progress import Display
 from experiments.timing import statistics
 
@@ -136,9 +136,7 @@ def _floor_of_killed(path: Path) -> dict[str, Any]:
     trial = Trial()
     for record in read_records(path):
         trial.add_record(record)
-    stored_config = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
-    config = cast(Config, OmegaConf.to_object(stored_config))
-    environment = read_json(path, "environment.json")
+    environment, config = read_json(path, "environment.json"), setup.read_stored_config(path)
     return setup.noise_floor_content(environment, config, trial.evidence.first, "")
 
 

@@ -55,9 +55,8 @@ class Rules:
         stored_rules = read_json(path, "rules.json")
         if not stored_rules:
             return None
-        max_pairs = int(
-            stored_rules.get("max_pairs") or stored_rules["most_pairs"]
-        )  # the name in older runs
+        # Older runs call it most_pairs.
+        max_pairs = int(stored_rules.get("max_pairs") or stored_rules["most_pairs"])
         return cls(stored_rules["pairs"], max_pairs, stored_rules["margins"])
 
 

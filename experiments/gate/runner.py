@@ -12,9 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from experiments.config.schema import Config
 from experiments.gate import instructions, pages, revisions, setup
@@ -26,7 +24,7 @@ from experiments.gate.rules import EXIT_INTERRUPTED, Rules
 from experiments.gate.setup import GateStart
 from experiments.gate.verdicts import Findings, collect_findings
 from experiments.paths import shown_path
-from experiments.results.store import RunStore, read_config, read_json, read_records
+from experiments.results.store import RunStore, read_json, read_records
 from experiments.run.progress import Display
 
 
@@ -171,8 +169,7 @@ def rebuild(path: Path) -> str:
     rules = Rules.load(path)
     if rules is None or not records:
         return str(gate_result.get("answer", "This run ended before it could measure."))
-    stored_config = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
-    config = cast(Config, OmegaConf.to_object(stored_config))
+    config = setup.read_stored_config(path)
     trial = Trial()
     for record in records:
         trial.add_record(record)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
@@ -23,7 +23,7 @@ from experiments.gate.rules import Rules
 from experiments.paths import ROOT
 from experiments.report import text
 from experiments.results.identity import digest
-from experiments.results.store import Record, RunStore, read_json, read_records
+from experiments.results.store import Record, RunStore, read_config, read_json, read_records
 from experiments.run.runner import device_of
 from experiments.run.worker import survey
 from experiments.timing import statistics
@@ -204,14 +204,9 @@ def write_info(
         begin_s: time.monotonic() at the beginning of the run.
         extra: further entries.
     """
+    run_info = {"experiment": config.name, "question": question, "status": status}
     seconds = round(time.monotonic() - begin_s, 1)
-    run_info = {
-        "experiment": config.name,
-        "question": question,
-        "status": status,
-        "seconds": seconds,
-    }
-    store.write_json("run.json", run_info | extra)
+    store.write_json("run.json", {**run_info, "seconds": seconds, **extra})
 
 
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
@@ -270,6 +265,12 @@ def print_plan(config: Config, activity: str) -> int:
         print(f"  {point.name:<32} {point.description}")
     print(f"\n{text.count(len(points), 'point')}, {activity}. Nothing was measured.")
     return 0
+
+
+def read_stored_config(path: Path) -> Config:
+    """Return the configuration of the run in `path`; keys that it lacks have their defaults."""
+    config = OmegaConf.merge(OmegaConf.structured(Config), read_config(path / "config.yaml"))
+    return cast(Config, OmegaConf.to_object(config))
 
 
 def describe_pairs(config: Config) -> str:

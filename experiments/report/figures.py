@@ -99,11 +99,8 @@ def cost_figures(run: Run) -> list[Figure]:
         "batch on the vertical axis, with quartiles. Left and down is better."
     )
     if weights_bytes.max() <= SAME_MEMORY_FACTOR * weights_bytes.min():
-        draw, height, quantity = (
-            _time_bars_drawing,
-            1.3 + BAR_HEIGHT * rows["arm"].nunique(),
-            "Time",
-        )
+        draw, quantity = _time_bars_drawing, "Time"
+        height = 1.3 + BAR_HEIGHT * rows["arm"].nunique()
         caption = (
             "Bars: median time of one batch; lines: quartiles; then the time ÷ that of "
             f"{run.baseline.label}. All need {text.size(weights_bytes.max())}. Shorter is better."

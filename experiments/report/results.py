@@ -35,10 +35,8 @@ def section_table(run: Run, section: str) -> Table:
     and from `forward_s`, the median seconds of the forward.
     """
     rows = run.results_of(section)
-    measured_ceilings, is_sweep = (
-        MeasuredCeilings.from_environment(run.environment),
-        section == SWEEP,
-    )
+    measured_ceilings = MeasuredCeilings.from_environment(run.environment)
+    is_sweep = section == SWEEP
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}

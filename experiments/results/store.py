@@ -119,9 +119,7 @@ class RunStore:
     def write(self, name: str, text: str) -> Path:
         """Write a text file atomically; return its path."""
         target = self.path / name
-        partial_file = target.with_name(f".{name}.partial")
-        partial_file.write_text(text)
-        os.replace(partial_file, target)
+        _write_atomically(target, text.encode())
         return target
 
     def write_json(self, name: str, value: Any) -> Path:
@@ -203,7 +201,7 @@ def unpack_records(path: Path) -> None:
 
 
 def _write_atomically(target: Path, data: bytes) -> None:
-    """Write a file atomically, because half of it would look like an interrupted run."""
+    """Replace a file by a complete one: half of one would look like an interrupted run."""
     partial_file = target.with_name(f".{target.name}.partial")
     partial_file.write_bytes(data)
     os.replace(partial_file, target)

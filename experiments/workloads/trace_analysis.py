@@ -162,10 +162,8 @@ def fit_zipf(ranking: Ids, lookups_to_fit: Ids, num_rows: int) -> ZipfFit | None
         q_index, s_index = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
         best_point = np.array([s[s_index], log_q[q_index]])
         half_width = (high - low) * GRID_SHRINKAGE / 2
-        low, high = (
-            np.maximum(best_point - half_width, 0.0),
-            np.minimum(best_point + half_width, limits),
-        )
+        low = np.maximum(best_point - half_width, 0.0)
+        high = np.minimum(best_point + half_width, limits)
     s_best, q_best = float(best_point[0]), float(np.expm1(best_point[1]))
     mass = block_masses(blocks, np.array([s_best]), q_best)[0]
     observed_shares = np.cumsum(blocks.lookups) / blocks.lookups.sum()
@@ -397,10 +395,8 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> HitRatesByPolicy:
     are not counted fill the caches.
     """
     counted_accesses = slice(int(trace.batch_starts[trace.num_warm_batches]), None)
-    distances, num_lookups = (
-        batch_distances(trace)[counted_accesses],
-        trace.lookup_counts[counted_accesses],
-    )
+    distances = batch_distances(trace)[counted_accesses]
+    num_lookups = trace.lookup_counts[counted_accesses]
     total = int(num_lookups.sum())
 
     def hit_rate(size: int, lookups: int, rows: int) -> HitRate:

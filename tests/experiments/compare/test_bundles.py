@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compare
+from experiments import cli, compare
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.compare import machines, pages
@@ -76,7 +76,7 @@ def test_a_run_of_another_machine_is_copied(
     monkeypatch.setattr(machines.subprocess, "run", scp)
     remote = Path(f"someone@gpu-host:{name}")
     if failing:
-        assert main([str(FIRST_SCHEMA), str(remote)]) == 2
+        assert cli.main(["compare", str(FIRST_SCHEMA), str(remote)]) == 2
         assert "could not be copied: no route to host" in capsys.readouterr().err
         return
     compared = group_by_experiment(
@@ -111,8 +111,8 @@ def test_a_damaged_or_missing_bundle_is_wrong_usage(tmp_path: Path) -> None:
     bad.write_bytes(b"no archive")
     with pytest.raises(BundleError, match="damaged"):
         group_by_experiment([bad, FIRST_SCHEMA], tmp_path / "out")
-    assert main([str(bad), str(FIRST_SCHEMA)]) == 2
-    assert main([str(tmp_path / "none.zip"), str(FIRST_SCHEMA)]) == 2
+    for path in (bad, tmp_path / "none.zip"):
+        assert cli.main(["compare", str(path), str(FIRST_SCHEMA)]) == 2
 
 
 def test_a_page_per_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
