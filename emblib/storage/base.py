@@ -540,7 +540,7 @@ def register(storage: StorageClass) -> StorageClass:
     if known_storage is not storage:
         raise ValueError(
             f"{storage.__name__}.plan_name {storage.plan_name!r} is that of "
-            f"{known_storage.__name__}"
+            f"{known_storage.__name__}: choose another"
         )
     return storage
 

@@ -124,7 +124,8 @@ class ComposedStorage(Storage):
         if table_slice.num_rows != units.rows or table_slice.dim % units.columns:
             raise ValueError(
                 f"{table_slice.config.name!r} is stored as {self}, which is not cut by rows"
-                f"{' or columns' if units.columns > 1 else ''}"
+                f"{' or columns' if units.columns > 1 else ''}: place it whole"
+                f"{'' if units.columns > 1 else ', or cut columns'}"
             )
 
     def num_stored_columns(self, dim: int) -> int:
