@@ -148,13 +148,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
   // Find the keys of a training batch, and record their uses, before `hash_insert_batch_`. Return
-  // the slots of its distinct keys, then key, number of uses and table of those without one.
+  // the slots of its distinct keys, then key, number of uses and table of those without one and,
+  // with `thresholds`, the threshold of each.
   m.def(
       "hash_touch_batch_(Tensor(a!)[] index, Tensor features, Tensor ids, Tensor offsets,"
-      " Tensor tables, Tensor? batch_scores, int order) -> Tensor[]");
+      " Tensor tables, Tensor? batch_scores, int order, Tensor? thresholds=None) -> Tensor[]");
   // Insert the keys of a training batch and group its lookups in one call, on the CPU. Return
   // [offsets, starts, slots, rows, segments, lookups, bags, count], then, if keys were missing, the
-  // status of every position and, with `fallback`, its row. The groups are like those of
+  // status of every position, with `fallback` its row, and the misses if wanted. The groups are like those of
   // `tbe_group`, but not in ascending order of rows; entries after the last group are unspecified.
   // csrc/hash/batch_cpu.cpp lists the batches that it supports; for others it returns [] and
   // changes nothing.
@@ -163,7 +164,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor ids,"
       " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
       " Tensor layout, Tensor rules, int seed, Tensor? fallback=None, Tensor? touched=None,"
-      " Tensor? admitted=None) -> Tensor[]");
+      " Tensor? admitted=None, bool returns_misses=False) -> Tensor[]");
   // Remove keys. Return the slots that they had.
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   // Remove the keys of a range of buckets that were last used before clock `before`.

@@ -18,16 +18,18 @@ from emblib.dynamic.rows import BatchReads
 from emblib.dynamic.state import DynamicState, LastBatch
 from emblib.dynamic.sweeps import StepExpiry
 from emblib.dynamic.tiers.placements import OneOpPlacement
+from emblib.dynamic.training import report_failures
 from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash, tiers
 from emblib.ops.effects import Effects
-from emblib.ops.hash import InsertedBatch, Keys
+from emblib.ops.hash import InsertedBatch, InsertResult, Keys, Misses
 from emblib.ops.tbe import Groups
 from emblib.tables.parameters import version_of
 
 _NUM_RESULTS_OF_SEARCH = 3  # offsets, starts and slots
 # Results of `hash_insert_batch_` without misses: these, then the groups.
 _NUM_RESULTS_OF_HITS = _NUM_RESULTS_OF_SEARCH + len(Groups._fields)
+_NUM_MISS_FIELDS = len(Misses._fields) + len(InsertResult._fields)  # its last results, on demand
 
 
 class OneOpBatch(NamedTuple):
@@ -52,24 +54,23 @@ class OneOpBatch(NamedTuple):
 def can_insert_in_one_op(state: DynamicState) -> bool:
     """Return whether one op can insert batches, after the admission of their missing keys."""
     return (
-        (state.admission is None or _can_admit(state, state.admission))
+        (state.admission is None or _can_admit(state))
         and can_find_in_one_op(state)
+        and (state.backing is None or not _records_misses(state))
         and state.last_uses is None
-        and state.eviction_log is None
-        and state.statistics is None
         and state.budget is None
         and not state.on_new_rows
-        and not state.reports_failures
     )
 
 
-def _can_admit(state: DynamicState, admission: Admission) -> bool:
+def _can_admit(state: DynamicState) -> bool:
     """Return whether an admission needs nothing but the missing keys of a batch."""
-    return (
-        state.backing is None
-        and not admission.is_per_feature
-        and not state.row_initializer.draws_unadmitted
-    )
+    return state.backing is None and not state.row_initializer.draws_unadmitted
+
+
+def _records_misses(state: DynamicState) -> bool:
+    """Return whether something must know which keys a batch inserted, evicted or refused."""
+    return state.eviction_log is not None or state.statistics is not None or state.reports_failures
 
 
 def can_find_in_one_op(state: DynamicState) -> bool:
@@ -136,6 +137,7 @@ def insert_in_one_op(
     scores = None if state.scores is None else state.scores.batch_scores()
     expiry = None if state.expiry is None else StepExpiry(state, state.expiry)
     index, backing, effects = state.index, state.backing, Effects()
+    recording = _Recording() if _records_misses(state) else None
     if backing is not None:  # raises errors of the last step's moves before this one begins
         backing.move_rows()
     op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
@@ -172,6 +174,8 @@ def insert_in_one_op(
                 if placement is None:
                     placement = backing.one_op_placement(miss_results)
                 backing.record_one_op(placement)
+            elif recording is not None:
+                recording.record(state, keys, inserted, miss_results)
             index.end_insertion(keys, inserted)
         if state.scores is not None:
             state.scores.advance(effects)
@@ -193,7 +197,44 @@ def insert_in_one_op(
         return OneOpBatch(keys, offsets32, rows, reads, groups)
 
     # An insertion that ends before `op` leaves uses of hits and counts of missing keys, no new key.
-    return state.lock.complete(insert, lambda: not effects.has_called(op))
+    batch = state.lock.complete(insert, lambda: not effects.has_called(op))
+    if recording is not None and recording.inserted is not None:
+        report_failures(state, recording.inserted)
+    return batch
+
+
+class _Recording:
+    """What the eviction log, statistics and reports of refused keys get of one insertion.
+
+    Attributes:
+        inserted: the inserted batch with its misses; None until `record`, so if all keys hit.
+    """
+
+    inserted: InsertedBatch | None
+
+    def __init__(self) -> None:
+        self.inserted = None
+        self._effects = Effects()
+
+    def record(
+        self,
+        state: DynamicState,
+        keys: Keys,
+        inserted: InsertedBatch,
+        miss_results: Sequence[Tensor],
+    ) -> None:
+        """Record an insertion once, though an interrupted caller may run again.
+
+        `miss_results` are the results of `hash_insert_batch_` for misses.
+        """
+        misses = Misses(*miss_results[-_NUM_MISS_FIELDS : -len(InsertResult._fields)])
+        result = InsertResult(*miss_results[-len(InsertResult._fields) :])
+        self.inserted = inserted = inserted._replace(misses=misses, result=result)
+        if state.statistics is not None:
+            self._effects.restart()
+            state.statistics.record(keys, inserted, state.index.clock, self._effects)
+        if state.eviction_log is not None:
+            state.eviction_log.record_batch(inserted, state.index.tick)
 
 
 def _last_arguments(
@@ -206,21 +247,28 @@ def _last_arguments(
     if state.backing is not None:
         # When run again, `call_once` ignores its arguments, so the store need not make them again.
         return () if len(effects) else state.backing.begin_batch()
+    returns_misses = _records_misses(state)
     if state.admission is None:
-        return (arguments.fallback,)
+        return (arguments.fallback, None, None, returns_misses)
     index, order = state.index.tensors(), arguments.policy_codes[0]
-    touched = effects.call_once(hash.hash_touch_batch_, index, *batch, order)
+    thresholds = state.admission.feature_thresholds if state.admission.is_per_feature else None
+    touched = effects.call_once(hash.hash_touch_batch_, index, *batch, order, thresholds)
     if not touched:
         return None
     slots, *missing = touched
-    return (arguments.fallback, slots, _admit(state.admission, MissingKeys(*missing), effects))
+    is_admitted = _admit(state.admission, missing, effects)
+    return (arguments.fallback, slots, is_admitted, returns_misses)
 
 
 @without_gradients
-def _admit(admission: Admission, missing_keys: MissingKeys, effects: Effects) -> Tensor | None:
-    """Return which of the missing keys of a batch to insert, bool `[m]`; None for all."""
+def _admit(admission: Admission, missing: Sequence[Tensor], effects: Effects) -> Tensor | None:
+    """Return which of the missing keys of a batch to insert, bool `[m]`; None for all.
+
+    `missing` has the fields of `MissingKeys`, then their thresholds if these differ by feature.
+    """
+    missing_keys, thresholds = MissingKeys(*missing[:3]), missing[3:]
     if missing_keys.keys.numel():
-        return admission.decide(missing_keys, effects)
+        return admission.decide(missing_keys, effects, *thresholds)
     admission.skip_batch(effects)
     return None
 

@@ -112,7 +112,7 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     insertion = BatchInsertion(state, keys, counts)
     inserted = state.lock.complete(insertion.run, insertion.is_optional)
     if inserted.result is not None:
-        _report_failures(state, inserted)
+        report_failures(state, inserted)
     return inserted
 
 
@@ -314,7 +314,7 @@ def _clear(state: DynamicState, tick: int) -> None:
         state.backing.clear()
 
 
-def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
+def report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
     """Warn or raise for keys that found no slot, by `on_insert_failure`.
 
     Waits for a GPU.

@@ -52,23 +52,25 @@ tensors are not checked.
   groups)` inserts misses: `ids` of the batch and the fields of its `Misses`; `totals` are their
   `counts`. Returns the fields of `InsertResult`, then slot and status by position, which are empty
   if `slots` and `groups` are None
-- `touch_batch_(index, features, ids, offsets, tables, batch_scores, order)`, on the CPU only,
-  touches the keys of a training batch before `insert_batch_`, for callers that decide which keys
-  they admit. Returns the slots of its distinct keys, table by table in the order of their first
-  positions, int64 `[K]`, -1 for a missing key; then key, number of uses and table of each missing
-  key in this order, int64 `[m]`. Returns an empty list, and changes nothing, where `insert_batch_`
-  does
+- `touch_batch_(index, features, ids, offsets, tables, batch_scores, order, thresholds)`, on the CPU
+  only, touches the keys of a training batch before `insert_batch_`, for callers that decide which
+  keys they admit. Returns the slots of its distinct keys, table by table in the order of their
+  first positions, int64 `[K]`, -1 for a missing key; then key, number of uses and table of each
+  missing key in this order, int64 `[m]`; and, if `thresholds` int64 `[F]` are not None, the lowest
+  threshold of the features that use it. Returns an empty list, and changes nothing, where
+  `insert_batch_` does
 - `insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
-  insert_policy, layout, rules, seed, fallback, touched, admitted)`, on the CPU only, is a training
-  step in one call: it touches and inserts the keys of a batch, and writes their initial rows as
-  `initial_rows_` does. `touched` is the first result of `touch_batch_` if that has touched the
-  keys, else None, and `admitted` bool `[m]` whether each missing key is inserted; None inserts all.
-  Returns the results of `find_batch`, with -1 also in tables with fallback rows, then the fields of
-  `emblib.ops.tbe.Groups`, whose rows do not ascend here, and whose entries after the last group are
-  unspecified. If keys were missing, it also returns the status of every position and, unless
-  `fallback` is None, the slots with the fallback rows of keys that got none. Without `touched` it
-  returns an empty list, and changes nothing, where `find_batch` does, if a table may have to grow,
-  or if a table has too many lookups for one thread
+  insert_policy, layout, rules, seed, fallback, touched, admitted, returns_misses)`, on the CPU
+  only, is a training step in one call: it touches and inserts the keys of a batch, and writes their
+  initial rows as `initial_rows_` does. `touched` is the first result of `touch_batch_` if that has
+  touched the keys, else None, and `admitted` bool `[m]` whether each missing key is inserted; None
+  inserts all. Returns the results of `find_batch`, with -1 also in tables with fallback rows, then
+  the fields of `emblib.ops.tbe.Groups`, whose rows do not ascend here, and whose entries after the
+  last group are unspecified. If keys were missing, it also returns the status of every position;
+  unless `fallback` is None, the slots with the fallback rows of keys that got none; and, if
+  `returns_misses`, the fields of `Misses` and `InsertResult` without entries past the last miss.
+  Without `touched` it returns an empty list, and changes nothing, where `find_batch` does, if a
+  table may have to grow, or if a table has too many lookups for one thread
 - `erase_(index, *batch)` removes keys and returns by position the slot that it emptied, -1 if the
   key is missing or an earlier position has removed it
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of these buckets that

@@ -333,14 +333,21 @@ def _hash_touch_batch(draw: random.Random) -> Call:
         if got:
             slots = model.touch(positions, [1] * len(positions), case.batch_scores)
             missing = Counter(p for p, slot in zip(positions, slots, strict=True) if slot < 0)
-            _, keys, uses, tables_of_keys = (tensor.tolist() for tensor in got)
+            _, keys, uses, tables_of_keys, *lowest = (tensor.tolist() for tensor in got)
             assert sorted(missing.items()) == sorted(
                 zip(zip(tables_of_keys, keys, strict=True), uses, strict=True)
             )
+            thresholds = starts.diff().repeat_interleave(starts.diff()).tolist()
+            for values in lowest:
+                for value, *miss in zip(values, tables_of_keys, keys, strict=True):
+                    users = (t for t, p in zip(thresholds, positions, strict=True) if [*p] == miss)
+                    assert value == min(users)
         return _same_index(arguments[0], model)
 
     batch = (features, ids, starts, tables, case.batch.batch_scores)
-    call = (case.index, *batch, HASH_ORDER[case.tables.order])
+    # A feature's threshold is its number of lookups.
+    thresholds = draw.choice([None, starts.diff()])
+    call = (case.index, *batch, HASH_ORDER[case.tables.order], thresholds)
     return Call("hash_touch_batch_", call, check)
 
 
@@ -371,12 +378,15 @@ def _hash_insert_batch(draw: random.Random, first_overflow: int | None = None) -
             row_of = {(table, key): next(rows[table]) for table, key in refused}
             found = [row_of.get(p, slot) for p, slot in zip(positions, found, strict=True)]
         assert got[2].tolist() == found
+        if first_overflow is None and arguments[-1] and any(misses):
+            keys_of_misses = [miss.key for misses_of_table in misses for miss in misses_of_table]
+            assert ids[got[-7]].tolist() == keys_of_misses
         return _same_index(arguments[0], model)
 
     codes = (HASH_ORDER[case.tables.order], INSERT_POLICY[case.tables.insert_policy])
     batch = (features, ids, offsets, tables, case.batch.batch_scores)
     call = (case.index, [torch.zeros(64)], *batch, *codes, layout, rules, 5, None, None, None)
-    return Call("hash_insert_batch_", call, check)
+    return Call("hash_insert_batch_", (*call, draw.random() < 0.5), check)
 
 
 def _values(draw: random.Random, rows: int) -> Tensor:

@@ -61,13 +61,21 @@ class Tables:
             INSERT_POLICY[self.index.insert_policy],
         )
 
-    def touch(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
+    def touch(
+        self, ids: Tensor, offsets: Tensor, scores: Tensor | None, thresholds: Tensor | None = None
+    ) -> list[Tensor]:
         batch = (self.features, ids, offsets, FEATURE_TABLES, scores)
-        results: list[Tensor] = hash.hash_touch_batch_(self.index.tensors(), *batch, self.codes[0])
+        results: list[Tensor] = hash.hash_touch_batch_(
+            self.index.tensors(), *batch, self.codes[0], thresholds
+        )
         return results
 
     def at_once(
-        self, ids: Tensor, offsets: Tensor, scores: Tensor | None, *admission: Tensor | None
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        scores: Tensor | None,
+        *admission: Tensor | bool | None,
     ) -> list[Tensor]:
         batch = (self.features, ids, offsets, FEATURE_TABLES, scores)
         results: list[Tensor] = hash.hash_insert_batch_(
@@ -99,7 +107,28 @@ class Tables:
         if status is None:
             status = torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)
         groups = tbe.group(self.features, inserted.slots, offsets, self.total_rows)
+        self.inserted = inserted
         return [inserted.slots, status, *groups]
+
+
+def _same_misses(results: list[Tensor], inserted: hash.InsertedBatch) -> None:
+    """Compare the misses that one op returned with those of the ops one by one."""
+    assert inserted.misses is not None
+    assert inserted.result is not None
+    first, groups, counts, offsets, *insert_results = results
+    num_misses = int(inserted.misses.offsets[-1])
+    for got, want in (
+        (first, inserted.misses.first[:num_misses]),
+        (groups, inserted.misses.groups),
+        (counts, inserted.misses.counts[:num_misses]),
+        (offsets, inserted.misses.offsets),
+        *zip(insert_results[:2], (part[:num_misses] for part in inserted.result), strict=False),
+    ):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    is_evicting = insert_results[1] == hash.EVICTING
+    evicted = inserted.result.evicted[:num_misses]
+    assert torch.equal(insert_results[2][is_evicting], evicted[is_evicting])
 
 
 def _is_admitted(keys: Tensor) -> Tensor:
@@ -146,13 +175,17 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
         torch.set_num_threads(1 + step % 3)
         found = first.find(ids, offsets)
         rows = first.find(ids, offsets, FALLBACK)[2]
-        admits, admission = step % 3 == 1, list[Tensor]()
+        admits, returns_misses = step % 3 == 1, step % 4 < 2
+        admission: tuple[Tensor | None, Tensor | None] = (None, None)
         fallback = FALLBACK if step % 2 else None
         if admits:
-            slots_of_keys, missing, uses, tables_of_missing = first.touch(ids, offsets, scores)
-            admission = [slots_of_keys, _is_admitted(missing)]
+            thresholds = torch.tensor([step, 7, 9]) if step % 2 else None
+            slots_of_keys, missing, uses, tables_of_missing, *lowest = first.touch(
+                ids, offsets, scores, thresholds
+            )
+            admission = (slots_of_keys, _is_admitted(missing))
             assert int((slots_of_keys < 0).sum()) == missing.numel()
-        results = first.at_once(ids, offsets, scores, fallback, *admission)
+        results = first.at_once(ids, offsets, scores, fallback, *admission, returns_misses)
         torch.set_num_threads(threads)
         keys = hash.Keys(ids, results[1], FEATURE_TABLES)
         found_slots = second.index.find(keys)
@@ -165,6 +198,13 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
             want = sorted(counts.items(), key=lambda item: item[0][0])
             got = zip(tables_of_missing.tolist(), missing.tolist(), strict=True)
             assert [*zip(got, uses.tolist(), strict=True)] == want
+            if thresholds is not None:
+                by_lookup = thresholds[hash.segments_of(keys)].tolist()
+                want_lowest = [
+                    min(itertools.compress(by_lookup, map(lookup.__eq__, lookups)))
+                    for lookup, _ in want
+                ]
+                assert lowest[0].tolist() == want_lowest
             num_not_admitted += int((~_is_admitted(missing)).sum())
         slots, status, *groups = second.one_by_one(ids, offsets, scores, admits=admits)
         repaired, starts, mine, *rest = results
@@ -172,7 +212,11 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
         assert starts.tolist() == offsets[:: len(offsets) // 3].tolist()
         assert torch.equal(mine, slots)
         has_misses = bool((status != hash.HIT).any())
-        assert len(rest) == 5 + has_misses + (has_misses and fallback is not None)
+        num_extra = 1 + (fallback is not None) + 7 * returns_misses if has_misses else 0
+        assert len(rest) == 5 + num_extra
+        if has_misses and returns_misses:
+            _same_misses(rest[-7:], second.inserted)
+            del rest[-7:]
         if has_misses and fallback is not None:
             assert torch.equal(rest.pop(), _with_fallback(keys, slots))
         if has_misses:
