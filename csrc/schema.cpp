@@ -155,10 +155,10 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor tables, Tensor? batch_scores, int order, Tensor? thresholds=None) -> Tensor[]");
   // Insert the keys of a training batch and group its lookups in one call, on the CPU. Return
   // [offsets, starts, slots, rows, segments, lookups, bags, count], then, if keys were missing, the
-  // status of every position, with `fallback` its row, and the misses if wanted. The groups are like those of
-  // `tbe_group`, but not in ascending order of rows; entries after the last group are unspecified.
-  // csrc/hash/batch_cpu.cpp lists the batches that it supports; for others it returns [] and
-  // changes nothing.
+  // status of every position; with `fallback` its row; and the misses if `returns_misses`. The
+  // groups are like those of `tbe_group`, but not in ascending order of rows; entries after the
+  // last group are unspecified. csrc/hash/batch_cpu.cpp lists the batches that it supports; for
+  // others it returns [] and changes nothing.
   m.def(
       "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"

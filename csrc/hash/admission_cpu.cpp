@@ -115,7 +115,8 @@ struct UncountedKeys {
 // that finds no slot has its uses in this call.
 //
 // The op declines a call for which a table would have to grow: it changes nothing, and returns an
-// empty list. `counts` must not be negative; this is not checked.
+// empty list. `counts` must not be negative; this is not checked. If memory is short in the
+// insertion, keys that had an entry are counted already.
 std::vector<Tensor> hash_count_(std::vector<Tensor> tensors, const Tensor& keys,
                                 const Tensor& counts, const Tensor& tables) {
   const char* op = "hash_count_";
