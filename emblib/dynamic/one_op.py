@@ -204,7 +204,7 @@ def insert_in_one_op(
 
 
 class _Recording:
-    """What the eviction log, statistics and reports of refused keys get of one insertion.
+    """Record of one insertion for the eviction log, statistics and reports of refused keys.
 
     Attributes:
         inserted: the inserted batch with its misses; None until `record`, so if all keys hit.
