@@ -18,7 +18,6 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.ops.route import is_captured
 from emblib.specs import BoundsCheck
 from emblib.tables.bounds_report import is_padded
-from emblib.tables.graph_break import is_in_export
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_recomputation
 
@@ -55,11 +54,11 @@ def check_ids(ids: Tensor, *, allow_uint64: bool) -> None:
 def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
     """Return a batch whose bags cover its ids in order: the batch itself if it is valid.
 
-    Reads `offset_per_key` from the device if it is not known. The host cannot read it in
-    `torch.export`, in graphs with `capture_scalar_outputs`, while a CUDA graph is captured, and of
-    fake tensors: there a batch with an unknown `offset_per_key` is returned unchecked. A graph of
-    `torch.compile` checks only the numbers that it knows while it is traced. Offsets that are wrong
-    only within a feature are left to the kernels.
+    Reads `offset_per_key` from the device if it is not known. The host cannot read it in graphs of
+    `torch.compile` and `torch.export`, while a CUDA graph is captured, and of fake tensors: there a
+    batch with an unknown `offset_per_key` is returned unchecked. A graph checks only the numbers
+    that it knows while it is traced. Offsets that are wrong only within a feature are left to the
+    kernels.
 
     Args:
         batch: the batch.
@@ -73,7 +72,7 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
     """
     values = batch.values()
     is_unreadable = (
-        is_captured(values) or isinstance(values, FakeTensor) or _is_traced_without_values()
+        is_captured(values) or isinstance(values, FakeTensor) or torch.compiler.is_compiling()
     )
     if batch.offset_per_key_or_none() is None and is_unreadable:
         return batch
@@ -95,13 +94,6 @@ def _cover_ids(id_bounds: list[int], num_ids: int) -> bool:
             and all(is_known_true(begin <= end) for begin, end in pairwise(id_bounds))
         )
     return id_bounds[0] == 0 and id_bounds[-1] == num_ids and id_bounds == sorted(id_bounds)
-
-
-def _is_traced_without_values() -> bool:
-    """Return whether numbers that are read from tensors are unknown in the graph being traced."""
-    if is_in_export():
-        return True
-    return torch.compiler.is_compiling() and torch._dynamo.config.capture_scalar_outputs  # noqa: SLF001
 
 
 def _repair(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:

@@ -40,52 +40,50 @@ class ColumnOrder:
     def __init__(self, groups: TableGroups, divides: Sequence[bool]) -> None:
         num_columns, column = groups.output_dim, 0
         position_by_unit = {unit: position for position, unit in enumerate(groups.order)}
-        targets, pieces = [], []
+        targets, targets_per_sample, pieces = [], [], []
         for unit, dim in enumerate(groups.dims):
-            # `_descriptors` multiplies the first bag by the batch size, and sets the rows.
-            first_bag = position_by_unit[unit] if divides[unit] else -1
-            targets.append(
-                route.TargetRow(
-                    offset=column,
-                    stride=num_columns,
-                    num_rows=0,
-                    width=dim,
-                    first_piece=unit,
-                    end_piece=unit + 1,
-                    first_bag=first_bag,
-                )
+            target = route.TargetRow(
+                offset=column,
+                stride=num_columns,
+                num_rows=0,
+                width=dim,
+                first_piece=unit,
+                end_piece=unit + 1,
+                first_bag=0 if divides[unit] else -1,
             )
+            first_bag = position_by_unit[unit] if divides[unit] else 0
+            targets.append(target)
+            targets_per_sample.append(route.TargetRow(0, 0, 1, 0, 0, 0, first_bag))
             pieces.append(route.PieceRow(groups.column_of[unit], num_columns))
             column += dim
         self._num_columns, self._divides_means = num_columns, any(divides)
-        self._targets = torch.tensor(targets, dtype=torch.int64, device="cpu").view(
-            -1, len(TargetColumn)
+        # Targets for batch size 0, what a sample adds to them, and pieces, on the last device.
+        self._constants = tuple(
+            torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(columns))
+            for rows, columns in (
+                (targets, TargetColumn),
+                (targets_per_sample, TargetColumn),
+                (pieces, PieceColumn),
+            )
         )
-        self._pieces = torch.tensor(pieces, dtype=torch.int64, device="cpu").view(
-            -1, len(PieceColumn)
-        )
-        # Batch size, targets and pieces of the last call.
+        # Batch size, targets and pieces of the last call outside of graphs.
         self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
 
     def _descriptors(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `targets` `[T, 7]` and `pieces` `[P, 3]` of `combine` for a batch size."""
-        descriptors = self._last_descriptors
+        is_compiling = torch.compiler.is_compiling()  # a graph would depend on the last batch size
+        descriptors = None if is_compiling else self._last_descriptors
         if descriptors is None or descriptors[0] != batch_size or descriptors[1].device != device:
-
-            def targets_of_batch(targets: Tensor) -> Tensor:
-                targets = targets.clone()
-                targets[:, TargetColumn.NUM_ROWS] = batch_size
-                first_bags = targets[:, TargetColumn.FIRST_BAG]
-                targets[:, TargetColumn.FIRST_BAG] = torch.where(
-                    first_bags >= 0, first_bags * batch_size, -1
-                )
-                return targets.to(device)
-
             # Training after an evaluation in inference mode needs them for backward.
-            targets = as_normal_tensor(targets_of_batch, self._targets)
-            pieces = as_normal_tensor(lambda pieces: pieces.clone().to(device), self._pieces)
+            constants = self._constants
+            if constants[0].device != device:
+                constants = tuple(as_normal_tensor(lambda c: c.to(device), c) for c in constants)
+                if type(constants[0]) is Tensor:  # tensors of a trace have no values
+                    self._constants = constants
+            targets, targets_per_sample, pieces = constants
+            targets = as_normal_tensor(lambda t: t + targets_per_sample * batch_size, targets)
             descriptors = batch_size, targets, pieces
-            if type(descriptors[1]) is Tensor:  # tensors of a trace have no values
+            if type(targets) is Tensor and not is_compiling:
                 self._last_descriptors = descriptors
         return descriptors[1], descriptors[2]
 

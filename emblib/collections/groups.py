@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ class TableGroups(nn.Module):
         dims: number of columns of each unit.
         groups: the modules, with the units of each; `active` has the groups that have units.
         has_one_module: whether exactly one group has units.
+        breaks_graphs: whether the lookup of a group that has units is in no compiled graph.
         handles: one module per slice, with its parameters.
         seeds: seeds of the initial values, by table.
 
@@ -264,6 +265,12 @@ class TableGroups(nn.Module):
         ]
         self.active = [slice_group for slice_group in self.groups if slice_group.units]
         self.has_one_module = len(self.active) == 1
+        active_modules = nn.ModuleList(
+            cast("nn.Module", slice_group.module) for slice_group in self.active
+        )
+        self.breaks_graphs = any(
+            getattr(part, "breaks_graphs", False) for part in active_modules.modules()
+        )
         self._views = parameters.registered_parameters(
             module for _, handle in self.unshared_handles() for module in handle.checked_modules()
         )

@@ -51,7 +51,7 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
 from emblib.storage.initial_values import without_initial_values
 from emblib.tables import optimizer_hooks, state_dicts
-from emblib.tables.graph_break import is_in_export, run_uncompiled
+from emblib.tables.graph_break import can_read_numbers, is_in_export, run_uncompiled
 
 
 def _check_tables_argument(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
@@ -160,6 +160,8 @@ class TableCollection(nn.Module):
         self._set_handle_owners()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
+        # Whether the host splits ids or their vectors, and not only the kernels.
+        self._is_split = not groups.has_one_module or groups.pooling is Pooling.NONE
         is_keyed = [config.storage.is_keyed for config in self.configs]
         self._has_keyed, self._all_keyed = any(is_keyed), all(is_keyed)
         self._features_in_order = [self._units[unit].feature for unit in groups.order]
@@ -194,13 +196,17 @@ class TableCollection(nn.Module):
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
         )
 
-    def _breaks_graph(self) -> bool:
+    def _breaks_graph(self, features: Any) -> bool:
         """Return whether a graph is being compiled and must end before the lookup.
 
-        A lookup of hash tables is in no graph. A graph that contained what comes before and after
-        it would also break where the host splits the batch.
+        It must if tables need Python, or the host needs numbers that it would read in the graph,
+        such as where to split the batch. A graph that contained the code around them would break
+        once per nested call, and its pieces would be compiled again as batches change.
         """
-        return self._has_keyed and torch.compiler.is_dynamo_compiling() and not is_in_export()
+        if not torch.compiler.is_dynamo_compiling() or is_in_export():
+            return False
+        needs_numbers = self._is_split or not self._is_in_order(features)
+        return self.groups.breaks_graphs or (needs_numbers and not can_read_numbers())
 
     def _checked(self, features: Any) -> KeyedJaggedTensor:
         """Return the batch with only the features that tables read, in the order of `groups`.
@@ -209,8 +215,7 @@ class TableCollection(nn.Module):
         """
         if self._is_in_order(features):
             check_ids(features.values(), allow_uint64=self._all_keyed)
-            is_split = not self.groups.has_one_module or self.groups.pooling is Pooling.NONE
-            return checked_batch(features, self.bounds_check) if is_split else features
+            return checked_batch(features, self.bounds_check) if self._is_split else features
         batch = KeyedJaggedTensor.adopt(features)
         check_ids(batch.values(), allow_uint64=self._all_keyed)
         return self._in_order(checked_batch(batch, self.bounds_check))
@@ -590,7 +595,7 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: ids are not one-dimensional, the collection is weighted and the batch is
                 not, or features differ in their bags and the batch has no inverse indices.
         """
-        if self._breaks_graph():
+        if self._breaks_graph(features):
             return self._forward_uncompiled(features)
         batch, groups = self._checked(features), self.groups
         if not self._units or (batch.values().is_meta and not batch.variable_stride_per_key()):
@@ -742,7 +747,7 @@ class EmbeddingCollection(TableCollection):
             KeyError, RuntimeError, TypeError: see `EmbeddingBagCollection.forward`.
             ValueError: ids are not one-dimensional.
         """
-        if self._breaks_graph():
+        if self._breaks_graph(features):
             return self._forward_uncompiled(features)
         batch = self._checked(features)
         vectors = self._vectors(batch)

@@ -311,6 +311,8 @@ class SharedTable:
 class SharedReader(nn.Module):
     """Table module with which one collection looks up a shared table; it owns no memory."""
 
+    breaks_graphs = True  # a joint step records gradients in Python, and see `look_up_as`
+
     def __init__(self, table: SharedTable, num_features: int, pooling: Pooling) -> None:
         super().__init__()
         self.table, self._num_features, self._pooling = table, num_features, pooling

@@ -155,6 +155,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     rows_of_features: Tensor  # int64 `[F]`, number of rows of the feature's table
     tables_of_features: Tensor  # int64 `[F]`
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
+    breaks_graphs = True  # choosing rows and the hash table run uncompiled
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self.register_buffer("changes", zeros((num_tables, 2), dtype=torch.float64))
         self.register_buffer("since", zeros(num_tables))
 
-    @run_uncompiled  # choosing rows and the hash table run uncompiled
+    @run_uncompiled
     def forward(
         self,
         indices: Tensor,
@@ -281,8 +282,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         Args:
             indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[F * B, N]` for bags
                 of N lookups, the bags of feature 0 first.
-            offsets: int32 or int64 `[F * B + 1]`, feature-major, as in
-                `TableBatchedTTEmbeddingBags`; none with 2-dimensional indices.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major; none with 2-dimensional indices.
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
                 if it requires one.
             batch_sizes: `[F][ranks]`, bags per feature and rank, if features differ in batch size;

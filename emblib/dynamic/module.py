@@ -115,6 +115,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     dropped_updates: Tensor
     """Number of lookups, so far, whose keys left their table between forward and backward."""
     byte_layout: Tensor  # see `DynamicState`
+    breaks_graphs = True
+    """Lookups are in no compiled graph: an index is state, and its rows move."""
     spec_kind = SpecKind(
         DynamicSpec,
         "DynamicSpec(capacity=1000, dim=64)",
@@ -275,7 +277,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     # Lookups
 
-    @run_uncompiled  # an index is state, and its rows move
+    @run_uncompiled
     def forward(
         self,
         indices: Tensor,

@@ -22,6 +22,17 @@ def is_in_export() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def can_read_numbers() -> bool:
+    """Return whether the graph that is being traced may read numbers from tensors.
+
+    It may with fullgraph=True or `torch._dynamo.config.capture_scalar_outputs`; else it breaks. The
+    numbers have no values while the graph is traced.
+    """
+    from emblib.tables import disabled_call
+
+    return disabled_call.can_read_numbers()
+
+
 def run_uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a function so that it runs uncompiled, without importing the compiler.
 

@@ -259,7 +259,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             batches.check_tensor("per_sample_weights", per_sample_weights)
         self._check_weights()
         batch_id = BatchId(indices, offsets)
-        if torch.compiler.is_compiling() and self._breaks_graphs():
+        if torch.compiler.is_compiling() and self.breaks_graphs:
             return self._look_up_eagerly(batch_id, batch_sizes, per_sample_weights)
         if (reporting := self._reporting) is None or torch.compiler.is_compiling():
             return self._look_up(batch_id, batch_sizes, per_sample_weights)
@@ -471,8 +471,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         features[:, FeatureColumn.ROWS] *= torch.tensor(is_trained, device=features.device)
         return features
 
-    def _breaks_graphs(self) -> bool:
-        """Return whether a lookup needs Python state: see `_look_up_eagerly`."""
+    @property
+    def breaks_graphs(self) -> bool:
+        """Return whether a lookup is in no compiled graph: see `_look_up_eagerly`."""
         is_sparse = self.optimizer.leaves_gradient is Gradient.SPARSE
         return self._prefetching_cache is not None or self._is_periodic or is_sparse
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.export import Dim, export
 
 from emblib import (
@@ -133,11 +134,12 @@ def test_a_mix_in_the_order_of_its_modules_is_exported() -> None:
     check_exported(Model(collection))
 
 
+@pytest.mark.parametrize("storage", [Hash(), TensorTrain((2, 2))], ids=["hash", "train"])
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
-def test_a_graph_breaks_once_at_hash_tables(kind: Any) -> None:
-    """Tables of several modules: nothing of the lookup is compiled, such as how it splits ids."""
+def test_a_graph_breaks_once_at_tables_of_several_modules(kind: Any, storage: Storage) -> None:
+    """Nothing of the lookup is compiled, such as how it splits ids, for any size of batches."""
     config = EmbeddingBagConfig if kind is EmbeddingBagCollection else EmbeddingConfig
-    tables = [config(8, 4, "plain", ["a"]), config(8, 4, "keyed", ["b"], storage=Hash())]
+    tables = [config(8, 4, "plain", ["a"]), config(8, 4, "other", ["b"], storage=storage)]
     collection = kind(tables, optimizer=optim.SGD(0.5))
 
     def model(scale: torch.Tensor, batch: KeyedJaggedTensor) -> torch.Tensor:
@@ -153,4 +155,12 @@ def test_a_graph_breaks_once_at_hash_tables(kind: Any) -> None:
     expected = model(scale, batch)
     explained = torch._dynamo.explain(model)(scale, batch)
     assert explained.graph_break_count == 1
-    assert torch.equal(torch.compile(model, backend="eager")(scale, batch), expected)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    assert torch.equal(compiled(scale, batch), expected)
+    for size in range(3, 9):
+        lengths = torch.arange(2 * size) % 3
+        ids = torch.arange(int(lengths.sum())) % 8
+        batch = KeyedJaggedTensor(["a", "b"], ids, lengths=lengths)
+        assert torch.equal(compiled(scale, batch), model(scale, batch))
+    assert counter.frame_count <= 5  # what is before the lookup and after it, twice for other sizes
