@@ -324,6 +324,24 @@ def test_an_old_state_dict_is_loaded() -> None:
     assert isinstance(model.bags, MigratedEmbeddingBag)
 
 
+def test_an_interrupted_load_leaves_the_new_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, model = Model(), Model()
+    migration = emblib.migrate(model, torch.optim.SGD(model.parameters(), 0.1))
+    before = copy.deepcopy(rows_of(model))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(migration.replaced[-1], "copy_values", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            migration.load_state_dict(saved.state_dict())
+    assert all(map(torch.equal, rows_of(model), before))
+    migration.load_state_dict(saved.state_dict())
+    assert all(map(torch.equal, rows_of(model), rows_of(saved)))
+    migration.undo()
+
+
 @pytest.mark.parametrize("name", ["adagrad", "adam"])
 def test_a_model_loads_an_old_state_dict_itself(name: str) -> None:
     saved, model = Model(), Model()

@@ -99,12 +99,7 @@ struct UncountedKeys {
   // Return whether a table would have to grow for its keys.
   bool need_growth(const HashIndex& index) const {
     for (int64_t t = 0; t < index.num_tables; ++t) {
-      const int64_t buckets = index.field(t, HashTableColumn::kBuckets);
-      const int64_t keys = index.field(t, HashTableColumn::kSize) + offsets[t + 1] - offsets[t];
-      if (wanted_buckets(keys, buckets, index.field(t, HashTableColumn::kMaxBuckets),
-                         index.field(t, HashTableColumn::kMaxLoad)) != buckets) {
-        return true;
-      }
+      if (must_grow(index, t, offsets[t + 1] - offsets[t])) return true;
     }
     return false;
   }
@@ -155,10 +150,11 @@ std::vector<Tensor> hash_count_(std::vector<Tensor> tensors, const Tensor& keys,
       if (slots[k] != kNoSlot) count_key(table, k, /*is_new=*/false);
     }
   }
-  // All hits have the stamp of this call now, so that no new key evicts them.
+  // All hits have the stamp of this call now, so that no new key evicts them. The order "lru" reads
+  // no totals.
   insert_misses(index, scoring, /*must_compete=*/false,
                 Misses(index.num_tables, uncounted.offsets.data(), /*admitted=*/nullptr),
-                {counted.keys.data(), uncounted.key_indices.data(), counted.keys.data(),
+                {counted.keys.data(), uncounted.key_indices.data(), /*totals=*/nullptr,
                  uncounted.slots.data(), uncounted.status.data(), /*evicted=*/nullptr});
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const HashTable table = index.table(t);

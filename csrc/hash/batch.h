@@ -305,13 +305,7 @@ struct DistinctKeys {
 // Return whether all distinct keys of the batch could be inserted without growing a table.
 inline bool fits_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   for (int64_t t = 0; t < index.num_tables; ++t) {
-    const int64_t keys = index.field(t, HashTableColumn::kSize) + distinct.first_keys[t + 1] -
-                         distinct.first_keys[t];
-    const int64_t buckets = index.field(t, HashTableColumn::kBuckets);
-    if (wanted_buckets(keys, buckets, index.field(t, HashTableColumn::kMaxBuckets),
-                       index.field(t, HashTableColumn::kMaxLoad)) != buckets) {
-      return false;
-    }
+    if (must_grow(index, t, distinct.first_keys[t + 1] - distinct.first_keys[t])) return false;
   }
   return true;
 }

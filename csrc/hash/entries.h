@@ -22,6 +22,14 @@ EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
 
+// Return whether a table must grow to insert `num_keys` more keys.
+inline bool must_grow(const HashIndex& index, int64_t table, int64_t num_keys) {
+  const int64_t buckets = index.field(table, HashTableColumn::kBuckets);
+  return wanted_buckets(index.field(table, HashTableColumn::kSize) + num_keys, buckets,
+                        index.field(table, HashTableColumn::kMaxBuckets),
+                        index.field(table, HashTableColumn::kMaxLoad)) != buckets;
+}
+
 // Remove the entry in a slot of `table`: empty the slot, and the eviction queue of its bucket. The
 // caller corrects the size of the table. `queues` are those of the table, or null.
 inline void remove_entry(const HashTable& table, EvictionQueue* queues, int64_t slot) {
@@ -56,11 +64,12 @@ inline void find_keys(const HashIndex& index, const HashBatch& batch, int64_t* s
 // The arrays of the misses of all tables, in memory of the caller. HashInsertion describes them;
 // insert_misses initialises the outputs.
 struct MissArrays {
-  const int64_t* ids;                       // by position
-  const int64_t *first_positions, *totals;  // by miss
-  int64_t* slots;                           // output, by miss
-  uint8_t* status;                          // output, by miss: InsertStatus
-  int64_t* evicted;                         // output, by miss, three words each; null if not wanted
+  const int64_t* ids;  // by position
+  // By miss. `totals` may be null unless the order counts uses.
+  const int64_t *first_positions, *totals;
+  int64_t* slots;    // output, by miss
+  uint8_t* status;   // output, by miss: InsertStatus
+  int64_t* evicted;  // output, by miss, three words each; null if not wanted
 };
 
 // Insert the admitted misses of every table. This changes the index, with its counters and queues.

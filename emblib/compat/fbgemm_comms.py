@@ -357,7 +357,7 @@ def _pads_fp8_rows() -> bool:
 
 
 class PermutePooledEmbeddings:
-    """Callable that permutes the columns of features: the i-th feature becomes `permute[i]`.
+    """Callable that permutes the columns of features: position i gets feature `permute[i]`.
 
     Args:
         embs_dims: number of columns of each feature.

@@ -363,7 +363,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of EXACT_SGD; `use_rowwise_bias_correction` is an option of ADAM, and raises."""
+    """Options of EXACT_SGD; tables refuse `use_rowwise_bias_correction`, an option of ADAM."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False
@@ -454,7 +454,8 @@ class VBEMetadata(NamedTuple):
             dims: columns of each feature, `[F]`.
 
         Raises:
-            ValueError: `sizes` is not a list of F lists of equal length, at least 1.
+            ValueError: `sizes` has not F lists of equal length, at least 1.
+            TypeError: its elements are not lists.
         """
         if sizes is None:
             return cls()

@@ -122,7 +122,7 @@ class MCHManagedCollisionModule(nn.Module):
         self._eviction_policy = eviction_policy
 
     def output_size(self) -> int:
-        """Return the number of rows of the table."""
+        """Return `zch_size`; the table has a multiple of 32 rows, at least as many."""
         return self._zch_size
 
     def input_size(self) -> int:
@@ -302,7 +302,7 @@ class ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharde
     """Sharder of the collections inside managed collision embedding bag collections.
 
     Args:
-        ebc_sharder: sharder whose arguments this one takes over; None is a default one.
+        ebc_sharder: sharder whose arguments this one takes over; None is one with `fused_params`.
         mc_sharder: ignored: ids are routed as those of every hash table.
         fused_params: arguments of the optimizer; None is those of `ebc_sharder`.
         qcomm_codecs_registry: result of `get_qcomm_codecs_registry`; None is that of `ebc_sharder`.

@@ -93,7 +93,7 @@ _BOUNDS_CHECK_MODE = "__register_tbe_bounds_check_mode"
 def _check_fused_params(fused_params: Mapping[str, Any] | None, module: Any) -> None:
     """Raise ValueError for `fused_params` that would change the lookups of a collection.
 
-    The mode of bounds checks may be any but FATAL: ids are always checked.
+    The mode of bounds checks may be FATAL only if `module` has it; ids are always checked.
     """
     others = dict(fused_params or {})
     mode = others.pop(_BOUNDS_CHECK_MODE, None)
@@ -256,7 +256,8 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
 class _ShardedOverDevices(Subscripted, nn.Module):
     """Base of quantised collections over the devices of one process, which have whole tables.
 
-    Rows are copied; those of a collection on `meta` have initial values. A *part*, of `parts`, is
+    Rows are copied, but for a collection whose tables are all on its own device, which is the only
+    part itself; those of a collection on `meta` have initial values. A *part*, of `parts`, is
     an unsharded collection of the tables on one device.
 
     Args:
@@ -662,9 +663,15 @@ def quantize_embeddings(
     quantised_root = quantise(module)
     if quantised_root is not None:
         return quantised_root
+    quantised_children: dict[nn.Module, nn.Module | None] = {}
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            quantised_child = quantise(child)
+        # Unlike `named_children`, this has a child that is there under two names twice.
+        for name, child in list(parent.named_modules(remove_duplicate=False)):
+            if not name or "." in name:
+                continue
+            if child not in quantised_children:
+                quantised_children[child] = quantise(child)
+            quantised_child = quantised_children[child]
             if quantised_child is not None:
                 setattr(parent, name, quantised_child)
     return module

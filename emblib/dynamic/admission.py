@@ -174,8 +174,8 @@ class _ExactCounters(nn.Module):
                 hash.hash_count_, self.index.tensors(), keys, counts, counters
             )
             if results:  # no counter has to grow
-                only_result: Tensor = results[0]
-                return only_result
+                counts_so_far: Tensor = results[0]
+                return counts_so_far
         selected_misses = self.select(missing_keys)
         counts = self._count_selected(selected_misses, effects)
         return torch.cat([counts, counts.new_zeros(1)])[selected_misses.positions]

@@ -223,8 +223,9 @@ class _Recording:
         inserted: InsertedBatch,
         miss_results: Sequence[Tensor],
     ) -> None:
-        """Record an insertion once, though an interrupted caller may run again.
+        """Record an insertion; call it again if the caller runs again after an interruption.
 
+        Statistics count it once. The log may have its keys twice then, which changes no answer.
         `miss_results` are the results of `hash_insert_batch_` for misses.
         """
         misses = Misses(*miss_results[-_NUM_MISS_FIELDS : -len(InsertResult._fields)])

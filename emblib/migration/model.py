@@ -228,13 +228,15 @@ class Migration:
             else value
             for name, value in state_dict.items()
         }
-        for replaced in self.replaced:
-            replaced.copy_values(replaced.new, replaced.old)
-            _set_module(self._model, replaced.paths, replaced.old)
+        put_back: list[Any] = []  # replaced modules whose old one has the values of the new one
         try:
+            for replaced in self.replaced:
+                replaced.copy_values(replaced.new, replaced.old)
+                put_back.append(replaced)
+                _set_module(self._model, replaced.paths, replaced.old)
             return self._model.load_state_dict(state_dict, strict=strict)
         finally:
-            for replaced in self.replaced:
+            for replaced in put_back:
                 replaced.copy_values(replaced.old, replaced.new)
                 _set_module(self._model, replaced.paths, replaced.new)
 
@@ -290,7 +292,8 @@ def migrate(
     """Swap the embeddings of a model for tables of emblib, in place, and report the result.
 
     What cannot be swapped, e.g. a module with hooks, is left, see `Migration.left`. A scheduler
-    that was made before does not reach tables that backward updates: a warning tells of it.
+    that was made before does not reach tables that backward updates: `migrate` warns of one whose
+    optimizer is passed.
 
     `nn.EmbeddingBag` (sum, mean), `nn.Embedding`, the table-batched modules of FBGEMM and the
     unsharded collections of TorchRec become modules with the same rows that take the same calls. If

@@ -23,7 +23,7 @@ class LayoutBuffers(nn.Module):
     State dicts do not have these buffers, so loading one does not restore values that torch has
     changed: `to_empty` leaves memory uninitialised, casts change dtypes, and
     `AveragedModel(use_buffers=True)` rounds integers. So this module restores them itself: in
-    `_apply`, and in `restore_layout`, which a subclass calls before it reads the buffers.
+    `_apply`, in copies, and in `restore_layout`, which a subclass calls before it reads them.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,18 @@ class LayoutBuffers(nn.Module):
         """Return the version of the first buffer, which grows with each write in place."""
         return version_of(self.get_buffer(next(iter(self._layout_values))))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+    def _replace_buffers(self) -> None:
+        """Replace the buffers by new ones with their values, each on the device of the old one."""
         for name, values in self._layout_values.items():
             device = self.get_buffer(name).device
             self.register_buffer(name, values.to(device, copy=True), persistent=False)
         self._layout_version = self._version_of_layout()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._replace_buffers()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._layout_version = self._version_of_layout()
+        self._replace_buffers()  # the copied module may not have restored its own yet

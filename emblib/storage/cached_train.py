@@ -117,7 +117,7 @@ def stored_rows_slice(table_slice: TableSlice, num_rows: int, storage: Dense) ->
 
 
 def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-    """Return the bytes of stored rows, their optimizer states and their index, without cores.
+    """Return the bytes of stored rows, their states and index, and counts of ids, without cores.
 
     Spilled rows in host memory count as host bytes if `device` is "cuda", else as device bytes.
     """
@@ -656,7 +656,7 @@ class CountsHandle(nn.Module):
             destination[f"{prefix}tick"] = module.counts.index.clock.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Replace the counts of the table if all entries are there; do nothing on meta."""
+        """Replace the counts of the table if all entries are there, but none on meta."""
         _, _, missing_keys, unexpected_keys, errors = arguments
         if state_dicts.refuse_invalid(self, state_dict, prefix, errors):
             return

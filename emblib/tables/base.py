@@ -296,7 +296,7 @@ class FusedTables(nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the fused optimizer (reads the device)."""
+        """Return the learning rate of the fused optimizer, 0 without one (reads the device)."""
         return float(self.hyperparams[Hyper.LEARNING_RATE])
 
     @atomic
@@ -371,6 +371,10 @@ class FusedTables(nn.Module):
         Raises:
             RuntimeError: the optimizer is not deferred.
         """
+        if not autograd.is_fused(self.optimizer):
+            raise RuntimeError(
+                "these tables leave gradients for your own optimizer: call its step()"
+            )
         if not self.optimizer.deferred:
             raise RuntimeError(
                 f"{format_config(self.optimizer)} leaves no gradients to apply: backward makes the "

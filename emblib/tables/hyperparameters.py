@@ -144,11 +144,7 @@ def with_saved_hyperparams(
     Raises:
         ValueError: the optimizer cannot have the values, or has another number of them.
     """
-    if (
-        saved_hyperparams.is_meta
-        or isinstance(saved_hyperparams, FakeTensor)
-        or isinstance(optimizer, External)
-    ):
+    if saved_hyperparams.is_meta or isinstance(saved_hyperparams, FakeTensor):
         return None
     num_values = optimizer.hyperparams().numel()
     if saved_hyperparams.shape != (num_values,):
@@ -156,6 +152,8 @@ def with_saved_hyperparams(
             f"{type(optimizer).__name__} has {num_values} hyperparameters, got shape "
             f"{tuple(saved_hyperparams.shape)}"
         )
+    if isinstance(optimizer, External):
+        return None
     values = saved_hyperparams.double().tolist()
     check_learning_rate(values[Hyper.LEARNING_RATE])
     step = values[Hyper.STEP]

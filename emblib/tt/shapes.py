@@ -6,8 +6,8 @@ for.
 
 Rows share core slices if their ids share digits, so ids near each other share most of them. Ids are
 often ordered, e.g. by frequency; then the most frequent ids share all core slices but the last. A
-permutation of ids, `(multiplier * id + offset) % rows`, distributes them. It is a bijection, since
-the multiplier has no factor in common with the number of rows.
+permutation of ids, `(multiplier * id + offset) % rows`, distributes those of more than a few rows.
+It is a bijection, since the multiplier has no factor in common with the number of rows.
 """
 
 import math

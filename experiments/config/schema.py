@@ -40,15 +40,15 @@ def require(rule: str, value: object, *, holds: bool) -> None:
 # far below the thousands at which starting them fails, OpenMP with a crash.
 MAX_WORKERS = 1024
 MULTIRUN = "multirun"  # name of the folder of launches, next to folders of runs
-_FOLDER = re.compile(r"\w[\w.-]{0,99}")
+_FOLDER = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # file systems limit names in bytes
 
 
 def folder_name(name: object) -> str:
     """Return `name` as text; raise UsageError if it cannot name the folder of a run."""
     if not _FOLDER.fullmatch(str(name)) or name == MULTIRUN:
         raise UsageError(
-            f"name={str(name)!r} cannot name the folder of a run: use up to 100 letters, digits, "
-            f"'_', '-' and '.', the first a letter, digit or '_', and not {MULTIRUN}; "
+            f"name={str(name)!r} cannot name the folder of a run: use up to 100 letters of ASCII, "
+            f"digits, '_', '-' and '.', the first a letter, digit or '_', and not {MULTIRUN}; "
             "report.folder moves the results"
         )
     return str(name)

@@ -82,14 +82,17 @@ def device_name(device: torch.device) -> str:
 def git_state() -> dict[str, Any]:
     """Return the commit (`sha`) and whether the working tree differs from it (`dirty`).
 
-    Both are None without git. Untracked files and changed results do not count: storing one run as
-    a reference must not make the next run dirty.
+    Both are None without git, and `dirty` if `git status` fails. Untracked files and changed
+    results do not count: storing one run as a reference must not make the next run dirty.
     """
     sha = _git("rev-parse", "--short=12", "HEAD")
     changed_files = _git(
         "status", "--porcelain", "--untracked-files=no", "--", ":(exclude,top)reports"
     )
-    return {"sha": sha or None, "dirty": None if sha is None else bool(changed_files)}
+    return {
+        "sha": sha or None,
+        "dirty": None if None in (sha, changed_files) else bool(changed_files),
+    }
 
 
 def version_of(package: str) -> str | None:

@@ -201,7 +201,7 @@ def make_check_batch(cell: Cell, seed: int) -> Batch:
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
     """Return the contender's `forward` and `step` on the batches of a pool as phases.
 
-    Batch n is the batch of number n modulo their number.
+    Call n uses batch n modulo the number of batches.
     """
     prepared = [contender.prepare(batch) for batch in pool.batches]
 

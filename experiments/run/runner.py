@@ -91,7 +91,7 @@ def device_of(config: Config) -> torch.device:
     """Return the device of a run.
 
     Raises:
-        UsageError: there is no GPU, too few GPUs for the ranks, or no mode graph on a CPU.
+        UsageError: there is no GPU, too few GPUs for the ranks, or mode graph on a CPU.
     """
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():

@@ -327,6 +327,15 @@ def test_groups_of_nodes() -> None:
     assert [cross for _, cross in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
+def test_a_collection_under_two_names_is_quantised_once() -> None:
+    model = nn.Module()
+    model.first = model.second = collection()
+    model = torchrec.quantize_inference_model(model)
+    assert model.first is model.second
+    assert model.first(batch(0)).values().shape == model.second(batch(0)).values().shape
+    assert isinstance(model.first, torchrec.QuantEmbeddingBagCollection)
+
+
 def _quantised_over_ranks(ranks: RankGroup, rule: str) -> float:
     torch.manual_seed(4)
     source = collection()

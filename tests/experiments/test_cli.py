@@ -94,6 +94,7 @@ PROBES = {
     (OK, "name=../.."): "name='../..' cannot name the folder of a run",
     (OK, "name=/tmp/elsewhere"): "name='/tmp/elsewhere' cannot name",
     (OK, "name=a/b"): "name='a/b' cannot name",
+    (OK, "name='café'"): "use up to 100 letters of ASCII",
     (OK, "name=.."): "report.folder moves the results",
     (OK, "name=''"): "name='' cannot name",
     (OK, "name=multirun"): "name='multirun' cannot name",

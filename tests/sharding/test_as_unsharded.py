@@ -211,6 +211,7 @@ def emptied(ranks: RankGroup, *, pooled: bool) -> None:
     torch.testing.assert_close(flat(sharded(own)), expected)
     for buffer in sharded.buffers():  # as AveragedModel(use_buffers=True) does, which rounds
         buffer.sub_(1)
+    torch.testing.assert_close(flat(copy.deepcopy(sharded)(own)), expected)
     output = flat(sharded(own))
     torch.testing.assert_close(output, expected)
     output.sum().backward()

@@ -406,6 +406,18 @@ def test_learning_rates_may_be_tensors_of_one_number() -> None:
         assert module.learning_rate == float(lr)
 
 
+def test_tables_without_a_fused_update_name_the_way_out() -> None:
+    module = small(optim.External(gradient="dense"))
+    before = module.hyperparams.clone()
+    with pytest.raises(ValueError, match=r"External has \d+ hyperparameters, got shape \(\)"):
+        module.load_hyperparams(torch.tensor(0.5))
+    assert torch.equal(module.hyperparams, before)
+    with pytest.raises(RuntimeError, match="call its step"):
+        module.apply_gradients()
+    with pytest.raises(RuntimeError, match="pass deferred=True"):
+        small(optim.SGD(0.1)).apply_gradients()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

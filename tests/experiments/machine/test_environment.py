@@ -43,6 +43,14 @@ def test_tables_shrink_only_as_far_as_memory_asks(monkeypatch: pytest.MonkeyPatc
     assert fitted(monkeypatch, 200_000_000, config, "tbe", "torch").rows_scale == 0.25
 
 
+def test_a_state_that_git_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"rev-parse": "0123456789ab", "status": None}
+    monkeypatch.setattr(environment, "_git", lambda command, *_: answers[command])
+    assert environment.git_state() == {"sha": "0123456789ab", "dirty": None}
+    answers["status"] = ""
+    assert environment.git_state()["dirty"] is False
+
+
 def test_available_memory_is_between_nothing_and_all_of_it() -> None:
     total = environment.environment_content(CPU, [])["memory_bytes"]
     assert 0 < memory.available_bytes(CPU) <= (total or 1 << 62)
